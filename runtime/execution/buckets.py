@@ -22,6 +22,8 @@ _SATURATED_FLOORS = 8
 _SATURATED_OVERHEADS = 4
 # Fractions by which each width exceeds the next smaller one (or by one step, if that is more), finest first.
 _GROWTH = (0.25, 0.5, 1.0)
+# The same for rows that are known in advance: only the buckets that they need are compiled.
+_FINE_GROWTH = 1 / 16
 
 
 @dataclass(frozen=True, order=True)
@@ -104,7 +106,6 @@ def make_grid(
     widths: Sequence[int] | None = None,
     limit: int = MAX_PROGRAMS,
     grows: bool = False,
-    saturation: int = 1,
 ) -> Grid:
     """Choose the buckets for a number of slots and a canvas.
 
@@ -120,11 +121,9 @@ def make_grid(
       widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
       limit: maximum number of buckets.
       grows: see :class:`Grid`.
-      saturation: factor by which to raise the cost model's number of positions per pass beyond which more rows gain
-        little. It is above 1 if there are always enough rows to fill large buckets.
     """
-    saturated = saturation * max(_SATURATED_FLOORS * cost.floor, _SATURATED_OVERHEADS * cost.overhead)
-    doubling = [data << power for power in range((slots // data).bit_length())]
+    saturated = max(_SATURATED_FLOORS * cost.floor, _SATURATED_OVERHEADS * cost.overhead)
+    doubling = _doubling(slots, data)
 
     def candidates(growth: float, most_rows: int, step: int) -> list[Bucket]:
         return [
@@ -147,6 +146,23 @@ def make_grid(
             found = fitting
             break
     return Grid(slots, canvas, tuple(_by_need(found, smallest)), cost, grows)
+
+
+def all_buckets(slots: int, canvas: int, *, data: int, step: int) -> list[Bucket]:
+    """Return all buckets that rows known in advance may be put into: about as many as there are useful shapes.
+
+    Args:
+      slots: maximum number of rows at a time, a multiple of ``data``.
+      canvas: width of the widest bucket.
+      data: numbers of rows are powers of two times this, or all slots.
+      step: widths up to 16 times this, and their distances, are multiples of it; wider ones grow by a sixteenth.
+    """
+    counts = sorted({*_doubling(slots, data), slots})
+    return [Bucket(rows, width) for width in ladder(canvas, step, _FINE_GROWTH) for rows in counts]
+
+
+def _doubling(slots: int, data: int) -> list[int]:
+    return [data << power for power in range((slots // data).bit_length())]
 
 
 def _coarser(canvas: int, rows: int, step: int) -> list[tuple[float, int, int]]:

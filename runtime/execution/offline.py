@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.assignment import MOVE_GAIN
-from runtime.execution.buckets import Bucket, Grid
-from runtime.execution.pool import Pool, pool_grid, runner_for, slot_count, steps_per_block, uses_cache
+from runtime.execution.buckets import Bucket, Grid, all_buckets
+from runtime.execution.pool import Pool, pass_cost, runner_for, slot_count, steps_per_block, uses_cache
 from runtime.execution.requests import RequestHandle, RowFinished, StopTest, iterations_of, may_end_early
+from runtime.execution.row_feed import RowFeed
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
 from runtime.execution.scheduler import Scheduler, SchedulerPolicy
 from runtime.execution.scheduler_stats import SchedulerStats
-from runtime.execution.selection import Work, select
+from runtime.execution.selection import RowClass, Work, divide
 from runtime.execution.slot_kinds import longest_span, open_slots_for
 from runtime.execution.slots import Slots
 from runtime.execution.specialization import program_key, with_own_drafts
@@ -31,16 +32,9 @@ from runtime.execution.step_plan import StepOutcome
 # for long at the end, when no rows wait.
 DEFAULT_SLOTS = 32
 
-# Maximum number of buckets to choose from, and ``saturation`` of ``make_grid``: enough rows wait to fill large buckets.
-_CANDIDATES = 96
-_SATURATION = 4
-
 # A step runs a fraction of the iterations of a row, so that slots of finished rows do not stay empty for long.
 _STEPS_PER_ROW = 16
 _MAX_ITERATIONS = 16
-
-# Number of rows that are queued together. There may be millions of rows, and queueing all of them takes seconds.
-QUEUED_ROWS = 4096
 
 # Rows without a cache move if a pass becomes cheaper by this fraction. Their arrays are few and small, and every step
 # runs all rows, so a move pays for itself within a step.
@@ -56,14 +50,14 @@ class _Group:
 
     Attributes:
       grid: the buckets that the rows may be in.
-      numbers: numbers of the requests, in the order in which they are inserted.
+      classes: the rows, by the numbers of their requests, and how many of them run at a time.
       known: buckets whose programs have been compiled.
       steps: maximum number of denoise steps per block of any row.
       span: see :func:`runtime.execution.slot_kinds.longest_span`.
     """
 
     grid: Grid
-    numbers: list[int]
+    classes: list[RowClass]
     known: set[Bucket]
     steps: int
     span: int
@@ -71,7 +65,12 @@ class _Group:
     @property
     def fits_one_bucket(self) -> bool:
         """Whether the rows fit into one bucket. Then no row is inserted or moved."""
-        return len(self.grid.buckets) == 1 and len(self.numbers) <= self.grid.slots
+        return len(self.grid.buckets) == 1 and sum(len(one.rows) for one in self.classes) <= self.grid.slots
+
+    @property
+    def first(self) -> int:
+        """Number of a request of the group."""
+        return self.classes[0].rows[0]
 
 
 class Pace:
@@ -143,10 +142,7 @@ class OfflineScheduler:
         # If all rows have the same length and a slot each, one bucket is enough.
         several = len({one.length for one in work}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
-        # Rows of similar length run together, so that they fit their buckets. The rows that run last are short.
-        order = sorted(range(len(numbers)), key=work.__getitem__, reverse=True)
-        grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
-        top = Bucket(count, canvas)
+        top, cost = Bucket(count, canvas), pass_cost(runner, config)
         configs = _configs(requests)
         # Groups with these values in common have programs that differ only in the bucket's shape.
         steps = max(steps_per_block(own, canvas) for own in configs)
@@ -156,17 +152,21 @@ class OfflineScheduler:
         def compiling(bucket: Bucket) -> float:
             return 0.0 if bucket in known else runner.compile_positions()
 
-        rows = [work[index] for index in order]
-        chosen = select(rows, count, top, grid.buckets, grid.cost, compiling) if several else [top]
+        candidates = [top] if width else all_buckets(count, canvas, data=data, step=runner.width_step(known=True))
+        classes = divide(work, candidates if several else [top], cost, compiling)
+        chosen = [one.bucket for one in classes]
         # The last rows move to smaller buckets, unless all rows end at the same time.
         tests = any(self._stop_tests[number] for number in numbers)
         if several or tests or len(set(work)) > 1 or any(map(may_end_early, configs)):
-            chosen += [bucket for bucket in grid.buckets if bucket in known and bucket not in chosen]
-        grid = replace(grid, buckets=tuple(chosen), grows=False)
-        return _Group(grid, [numbers[index] for index in order], known, steps, span)
+            chosen += [bucket for bucket in candidates if bucket in known and bucket not in chosen]
+        # The scheduler requires that a bucket with all slots comes first.
+        buckets = chosen if chosen[0] == top else [top, *(bucket for bucket in chosen if bucket != top)]
+        grid = Grid(count, canvas, tuple(buckets), cost)
+        own = [RowClass(one.bucket, [numbers[index] for index in one.rows]) for one in classes]
+        return _Group(grid, own, known, steps, span)
 
     def _open(self, group: _Group) -> Pool:
-        config = self._requests[group.numbers[0]].config
+        config = self._requests[group.first].config
         runner = runner_for(self._runner, config)
 
         def make(bucket: Bucket) -> Slots:
@@ -201,24 +201,20 @@ class OfflineScheduler:
         """
         admit = True
         for group in self._groups:
-            numbers = [number for number in group.numbers if number not in skip]
-            if not numbers or not admit:
+            feed = RowFeed(group.classes, self._handle, skip)
+            if not len(feed) or not admit:
                 continue
             pool = self._open(group)
             gain = MOVE_GAIN if uses_cache(pool.config) else _MOVE_GAIN
             policy = SchedulerPolicy(step_seconds=None, first_tokens=False, chunks=None, move_gain=gain)
             scheduler = Scheduler([pool.limits], policy, self.stats)
-            queued: dict[RequestHandle, list[int]] = {}
-            starts = iter(range(0, len(numbers), QUEUED_ROWS))
             while True:
-                while scheduler.waiting < group.grid.slots and (start := next(starts, None)) is not None:
-                    handle = self._handle(own := numbers[start : start + QUEUED_ROWS])
-                    queued[handle] = own
-                    scheduler.add(handle)
+                feed.top_up(scheduler, group.grid.slots)
                 if not scheduler.waiting and not scheduler.running:
                     break
                 admit = admit and more()
-                scheduler.policy = replace(policy, max_iterations=self._most_iterations(group, iterations))
+                most = self._most_iterations(group, iterations)
+                scheduler.policy = replace(policy, max_iterations=most, most_rows=feed.most_rows)
                 plan, began = scheduler.schedule(0.0, admit), time.perf_counter()
                 if not plan.pools:
                     break
@@ -228,14 +224,14 @@ class OfflineScheduler:
                     iterations.ran(longest, time.perf_counter() - began)
                 events = scheduler.update(outcome, 0.0)
                 yield [
-                    replace(event.result, number=queued[event.handle][event.index])
+                    replace(event.result, number=feed.finish(event))
                     for event in events
                     if isinstance(event, RowFinished)
                 ]
 
     def _most_iterations(self, group: _Group, iterations: int | Pace | None) -> int:
         """Return the maximum number of iterations of a group's next step; see :meth:`run`."""
-        longest = self._requests[group.numbers[0]].config.max_new_tokens
+        longest = self._requests[group.first].config.max_new_tokens
         share = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
         if isinstance(iterations, Pace):
             return iterations.iterations if group.fits_one_bucket else min(share, iterations.iterations)

@@ -219,7 +219,6 @@ def pool_grid(
     slots: int,
     widths: Sequence[int] | None = None,
     limit: int = MAX_PROGRAMS,
-    saturation: int = 1,
 ) -> Grid:
     """Choose the buckets of a pool.
 
@@ -230,15 +229,12 @@ def pool_grid(
       slots: maximum number of rows at a time.
       widths: widths of the other buckets; None chooses them automatically.
       limit: maximum number of buckets.
-      saturation: see :func:`runtime.execution.buckets.make_grid`.
     """
     step = runner.width_step()
     own = None if widths is None else sorted({runner.bucket(width) for width in (*widths, canvas)})
     cost, data = pass_cost(runner, config), runner_for(runner, config).row_unit
     grows = isinstance(config, SamplingConfig)
-    return make_grid(
-        slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows, saturation=saturation
-    )
+    return make_grid(slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows)
 
 
 @dataclass

@@ -11,6 +11,8 @@ The policy:
 * A bucket reads one prompt chunk per step, so a long prompt does not delay the other rows of the bucket.
 * A bucket runs as many iterations as fit into its share of the step, but stops when its first row is done. While a new
   row in it has not shown a token yet, it runs one iteration per step.
+* Rows that are all known in advance are divided into classes (:mod:`runtime.execution.selection`), each with its own
+  bucket. They get slots class by class, as many at a time as the bucket of the class holds (``most_rows``).
 
 :meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes the outcome. The
 scheduler has no threads, clock or devices of its own. Its decisions do not change the tokens of a row: each row yields
@@ -65,6 +67,7 @@ class SchedulerPolicy:
       first_tokens: whether to report the first token of every row, even of rows that are not streamed.
       chunks: maximum number of prompt chunks that each ``data`` shard of a bucket reads per step; None for no limit.
       move_gain: rows move only if a pass over all rows gets cheaper by at least this fraction.
+      most_rows: maximum number of rows of a pool that run at a time; None for all its slots.
     """
 
     max_iterations: int = 16
@@ -72,6 +75,7 @@ class SchedulerPolicy:
     first_tokens: bool = True
     chunks: int | None = 1
     move_gain: float = MOVE_GAIN
+    most_rows: int | None = None
 
 
 class Scheduler:
@@ -214,7 +218,8 @@ class Scheduler:
     def _admit(self, pool: PoolState, now: float) -> list[Insertion]:
         """Take as many waiting rows from the queue as there are free slots."""
         insertions = []
-        for _ in range(pool.limits.grid.slots - len(pool.rows)):
+        slots = pool.limits.grid.slots
+        for _ in range(min(slots, self.policy.most_rows or slots) - len(pool.rows)):
             row = pool.queue.pop()
             if row is None:
                 break
@@ -266,8 +271,9 @@ class Scheduler:
             pool = self._pools[number]
             seconds = pool.estimate(one.bucket)
             if policy.step_seconds is None:
-                # If rows wait, stop when the first row is done, so that its slot does not stay empty.
-                until = self._iterations_until_change(one) if pool.queue else policy.max_iterations
+                # Stop when the first row is done, if a waiting row can take its slot, or the others a smaller bucket.
+                changes = bool(pool.queue) or len(pool.available) > 1
+                until = self._iterations_until_change(one) if changes else policy.max_iterations
                 found[number, one.number] = min(policy.max_iterations, until)
                 continue
             if found and (seconds > left or not seconds):

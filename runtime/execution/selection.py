@@ -1,19 +1,16 @@
-"""Choice of the buckets that are worth compiling for rows that are all known in advance.
+"""Classes of rows that are all known in advance, and the bucket that each class runs in.
 
 The choice depends only on the rows and on the programs that are already compiled, so every host makes the same choice.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from runtime.execution.buckets import Bucket, pack
-
-# Number of intervals into which the estimate divides the time with all slots occupied, and the time after it.
-_PIECES = 8
-# A bucket is added if it lowers the total cost by at least this fraction.
-_GAIN = 0.01
+from runtime.execution.buckets import Bucket
 
 
 class Work(NamedTuple):
@@ -23,93 +20,66 @@ class Work(NamedTuple):
     iterations: int
 
 
-def select(
+class RowClass(NamedTuple):
+    """Rows of similar length that run in one bucket.
+
+    Attributes:
+      bucket: its width holds all of them; its number of rows is how many run at a time.
+      rows: numbers of the rows, those with the most iterations first.
+    """
+
+    bucket: Bucket
+    rows: list[int]
+
+
+def divide(
     rows: Sequence[Work],
-    slots: int,
-    top: Bucket,
-    candidates: Sequence[Bucket],
+    buckets: Sequence[Bucket],
     price: Callable[[Bucket], float],
     compiling: Callable[[Bucket], float],
-) -> list[Bucket]:
-    """Choose the buckets with which generating all rows costs least, compilation included. The search is greedy.
+) -> list[RowClass]:
+    """Divide rows into the classes with which generating all of them costs least, compilation included.
+
+    In a class, the next row takes the slot of a row that is done, and the longest rows start first. So a class needs
+    about as many passes as its longest row has iterations, or all iterations divided by the bucket's rows, if that is
+    more: with few long rows among many short ones, a bucket with few rows is cheapest. The classes are found by dynamic
+    programming over the widths of the buckets.
 
     Args:
-      rows: all rows, in the order in which they get slots.
-      slots: number of rows at a time.
-      top: a bucket that holds ``slots`` rows of any length; it is always chosen.
-      candidates: the other buckets.
+      rows: all rows, at least one.
+      buckets: buckets to choose from; the widest is wide enough for every row.
       price: cost of a pass of a bucket.
       compiling: cost of compiling a bucket, in the same unit.
 
     Returns:
-      The chosen buckets, ``top`` first.
+      The classes, widest first. Each row is in one of them.
     """
-
-    # There may be millions of rows, so they are summed once, and not for every set of buckets.
-    intervals = _full_intervals(rows, slots)
-    last = sorted(rows[max(0, len(rows) - slots) :], key=lambda row: -row.iterations)
-
-    def total(buckets: Sequence[Bucket]) -> float:
-        return _total(intervals, last, slots, buckets, price, compiling)
-
-    together, others = total([top]), [bucket for bucket in candidates if bucket != top]
-    if not others or together <= min(map(compiling, others)):
-        return [top]
-    # Narrow buckets help only if the longest rows have a small bucket of their own.
-    fewest = min(bucket.rows for bucket in others)
-    chosen = [top, max(bucket for bucket in others if bucket.rows == fewest)]
-    cheapest = total(chosen)
-    while left := [bucket for bucket in others if bucket not in chosen]:
-        cost, best = min((total([*chosen, bucket]), bucket) for bucket in left)
-        if cost > (1 - _GAIN) * cheapest:
-            break
-        chosen.append(best)
-        cheapest = cost
-    return chosen if cheapest < (1 - _GAIN) * together else [top]
-
-
-def _full_intervals(rows: Sequence[Work], slots: int) -> list[tuple[list[int], int]]:
-    """Divide all rows except the last ``slots`` into intervals. All slots are occupied while these rows run.
-
-    Returns:
-      For each interval, the lengths of the rows in the slots at its start, and the sum of the iterations of its rows.
-    """
-    first = max(0, len(rows) - slots)
-    size = max(1, -(-first // _PIECES))
-    return [
-        (
-            [row.length for row in rows[start : start + slots]],
-            sum(row.iterations for row in rows[start : min(first, start + size)]),
-        )
-        for start in range(0, first, size)
-    ]
-
-
-def _total(
-    intervals: Sequence[tuple[Sequence[int], int]],
-    last: Sequence[Work],
-    slots: int,
-    buckets: Sequence[Bucket],
-    price: Callable[[Bucket], float],
-    compiling: Callable[[Bucket], float],
-) -> float:
-    """Estimate the cost of all rows with these buckets: while all slots are occupied, and while the last rows end.
-
-    ``intervals`` are those of :func:`_full_intervals`; ``last`` are the other rows, with the most iterations first.
-    """
-    used: set[Bucket] = set()
-
-    def passes(lengths: Sequence[int]) -> float:
-        found = [bucket for bucket, _ in pack(sorted(lengths, reverse=True), buckets, price)]
-        used.update(found)
-        return sum(map(price, found))
-
-    # While all slots are occupied, a pass is an iteration of ``slots`` rows, so each row bears its share of the price.
-    total = sum(passes(lengths) / slots * iterations for lengths, iterations in intervals)
-    made, size = 0, -(-len(last) // _PIECES)
-    for start in range((len(last) - 1) // size * size, -1, -size):
-        longest = last[start].iterations
-        if longest > made:
-            total += passes([row.length for row in last[: start + size]]) * (longest - made)
-            made = longest
-    return total + sum(map(compiling, used))
+    shapes: dict[int, list[tuple[Bucket, float, float]]] = {}
+    for bucket in buckets:
+        shapes.setdefault(bucket.width, []).append((bucket, price(bucket), compiling(bucket)))
+    all_widths = sorted(shapes)
+    by_width: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        by_width.setdefault(all_widths[bisect.bisect_left(all_widths, row.length)], []).append(number)
+    widths = sorted(by_width, reverse=True)
+    work = [[rows[number].iterations for number in by_width[width]] for width in widths]
+    totals, longest = list(map(sum, work)), list(map(max, work))
+    # best[i]: the lowest cost of the rows of widths[i] and narrower ones, the bucket of the first class among them, and
+    # the index of the width at which the next class starts.
+    best: list[tuple[float, Bucket, int]] = [(0.0, buckets[0], len(widths))] * (len(widths) + 1)
+    for first in range(len(widths) - 1, -1, -1):
+        best[first] = (math.inf, *best[first][1:])
+        iterations, passes = 0, 0
+        for last in range(first, len(widths)):
+            iterations, passes = iterations + totals[last], max(passes, longest[last])
+            for bucket, own, once in shapes[widths[first]]:
+                cost = once + own * max(passes, iterations / bucket.rows) + best[last + 1][0]
+                if cost < best[first][0]:
+                    best[first] = cost, bucket, last + 1
+    found, first = [], 0
+    while first < len(widths):
+        _, bucket, end = best[first]
+        numbers = [number for width in widths[first:end] for number in by_width[width]]
+        found.append(RowClass(bucket, sorted(numbers, key=lambda number: -rows[number].iterations)))
+        first = end
+    return found

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from runtime import DiffusionConfig, Engine, InputError, OfflineScheduler, RowRequest, RowResult, SamplingConfig
-from runtime.execution import generation, offline
+from runtime.execution import generation, offline, row_feed
 from tests import golden_cases
 from tests.runtime.decoding.test_autoregressive import torch_model
 
@@ -132,7 +132,7 @@ def test_rows_that_are_queued_in_parts(together: int, monkeypatch: pytest.Monkey
     engine = golden_cases.engine("tensor=1")
     asked = requests(engine, BASE)
     expected = gather(engine.scheduler(asked, 4))
-    monkeypatch.setattr(offline, "QUEUED_ROWS", together)
+    monkeypatch.setattr(row_feed, "QUEUED_ROWS", together)
     found = gather(engine.scheduler(asked, 4))
     assert len(asked) > 2 * together
     assert found.keys() == expected.keys() == set(range(len(asked)))
