@@ -18,6 +18,7 @@ from runtime import Engine
 from runtime.decoding import draft_chain
 from sharding.errors import InputError
 from tests import golden_cases
+from tests.compilation import optimized
 
 
 def run(folder: Path, *arguments: str) -> None:
@@ -29,7 +30,8 @@ def run(folder: Path, *arguments: str) -> None:
 
 def test_a_small_run_and_its_estimates(tmp_path: Path) -> None:
     chosen = ["exact_sampled"]
-    run(tmp_path, "--modes=exact_sampled", "--prompts=2", "--drafts=3", "--new_tokens=32")
+    with optimized():
+        run(tmp_path, "--modes=exact_sampled", "--prompts=2", "--drafts=3", "--new_tokens=32")
     record = json.loads((tmp_path / "drafts.json").read_text())
     assert record["kind"] == "measured"
     rows = {(row["mode"], row["draft_steps"]): row for row in record["results"]}

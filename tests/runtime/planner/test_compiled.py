@@ -98,7 +98,11 @@ CACHED_GPU = [
 # Others: GPT-2 with narrow heads, int8 and float32 weights, and a prefix cache with windows of one width.
 ONE_WINDOW = Workload(preset("diffucoder-7b"), batch=8, cache="prefix", block_length=256)
 OTHERS = [
-    (Workload(preset("gpt2"), "float32", batch=8), "v5e:2x2", "tensor=4"),
+    (
+        Workload(preset("gpt2"), "float32", batch=2, prompt=128, new_tokens=128, steps=128),
+        "v5e:2x2",
+        "tensor=4",
+    ),
 ]
 OTHERS_GRID = [
     (Workload(preset("gpt2"), "bfloat16", batch=64), "v5e:2x4", "data=2,sequence=2,tensor=2"),
