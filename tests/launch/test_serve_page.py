@@ -19,6 +19,7 @@ from launch.openai.answers import token_text
 from launch.serving.keys import Keys
 from runtime import DiffusionConfig, Engine
 from runtime.execution.rows import row_seed
+from tests.compilation import optimized
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
@@ -53,7 +54,8 @@ WATCH = """() => {
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-    return Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
+    with optimized():
+        return Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
