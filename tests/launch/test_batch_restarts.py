@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,16 @@ import pytest
 from benchmarks.faults import HostProcesses, names_host
 from launch.batches.records import DIGEST, is_sealed
 from runtime.execution.rows import row_seed
+from tests.compilation import optimized
 from tests.launch.small_batches import arguments, launch, results, write
 
 SLOTS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _optimized_programs() -> Iterator[None]:
+    with optimized():
+        yield
 
 
 def some_prompts(path: Path, count: int) -> Path:

@@ -13,6 +13,7 @@ import pytest
 from launch.serving.app import Application
 from runtime import DiffusionConfig, Engine
 from runtime.decoding.parameters import MAX_SEED
+from tests.compilation import optimized
 from tests.launch.served import PATIENCE, Served, demo, offline, served, wait_for
 
 TEMPLATE = (
@@ -26,7 +27,8 @@ PROMPT = "def is_even(number):\n"
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return demo()
+    with optimized():
+        return demo()
 
 
 @pytest.fixture(scope="module")

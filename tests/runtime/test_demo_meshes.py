@@ -10,6 +10,7 @@ import pytest
 
 from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine, GenerationResult
+from tests.compilation import optimized
 from tests.divergence import assert_same_tokens
 
 MESHES = [
@@ -47,7 +48,8 @@ CONFIGS = {
 
 @functools.cache
 def engine(mesh: str) -> Engine:
-    return Engine.load(DEMO, mesh=mesh)
+    with optimized():
+        return Engine.load(DEMO, mesh=mesh)
 
 
 @functools.cache

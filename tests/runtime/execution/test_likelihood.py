@@ -32,7 +32,7 @@ def test_autoregressive_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 def test_the_estimate_converges_and_depends_on_the_pair_alone() -> None:
-    engine = golden_cases.engine("tensor=1")
+    engine = golden_cases.engine_as_released("tensor=1")
     mask = engine.config.mask_token_id
     # With a single token and an end token, only the token can be masked, so the estimate's mean is its log-probability.
     pair = ([5, 9, 3], [7, 2])
