@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.compilation import QUICK_FLAGS
@@ -50,8 +52,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-quarter", type=int, metavar="DAY", help="Of the slow tests one quarter, which is another one each day."
     )
     group.addoption(
-        "--begin-within", type=float, metavar="MINUTES", help="Skip, and name, the tests that would begin after this."
+        "--begin-within", type=_seconds, metavar="TIME", help="Skip, and name, the tests that would begin after this."
     )
+    group.addoption(
+        "--end-within", type=_seconds, metavar="TIME", help="Stop, and name as skipped, the tests that run until then."
+    )
+
+
+def _seconds(text: str) -> float:
+    """Read a time since the start of the run, in minutes, or in seconds if it ends with ``s``."""
+    return float(text[:-1]) if text.endswith("s") else 60 * float(text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -66,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") is not None:
-            files[item.nodeid.partition("::")[0]].append(item)
+            files[_file(item)].append(item)
     kept = {
         id(item)
         for name, slow in files.items()
@@ -74,14 +84,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if (4 * place // len(slow) + zlib.crc32(name.encode())) % 4 == day % 4
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    # The same quarter begins with another third of the files four days later, because a run may have no time for all.
+    order, third = list(files), day // 4 % 3 * len(files) // 3
+    place = {name: index for index, name in enumerate([*order[third:], *order[:third]])}
+    items[:] = sorted((item for item in items if id(item) in kept), key=lambda item: place[_file(item)])
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test for which ``--begin-within`` leaves no time."""
-    minutes = item.config.getoption("--begin-within")
-    if minutes is not None and time.monotonic() - _START > 60 * minutes:
-        pytest.skip(f"not begun within {minutes:g} minutes")
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """Skip a test for which ``--begin-within`` leaves no time. The reason names it: ``-rs`` shows no other name."""
+    seconds = item.config.getoption("--begin-within")
+    if seconds is not None and time.monotonic() - _START > seconds:
+        pytest.skip(f"{item.nodeid} has not begun within {seconds:g} seconds")
+    with _stopped_in_time(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Stop a test that runs until the time of ``--end-within``."""
+    with _stopped_in_time(item):
+        return (yield)
+
+
+@contextmanager
+def _stopped_in_time(item: pytest.Item) -> Iterator[None]:
+    seconds = item.config.getoption("--end-within")
+    if seconds is None:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        pytest.skip(f"{item.nodeid} has not ended within {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.01, _START + seconds - time.monotonic()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,10 @@ def test_four_days_have_every_slow_test_once(suite: pytest.Pytester) -> None:
     every = [name for name in names(suite) if "slow" in name]
     assert len(every) == 44
     assert sorted(name for day in days for name in day) == sorted(every)
-    assert names(suite, "--slow-quarter=20004") == days[0]
+    assert names(suite, "--slow-quarter=20012") == days[0]
+    again = [names(suite, f"--slow-quarter={20_000 + day}") for day in (1, 5, 9)]
+    assert sorted(again[0]) == sorted(again[1]) == sorted(again[2])
+    assert len({one[0] for one in again}) > 1, "each time another file comes first"
     for day in days:
         numbers = [int(name.split("[")[1][:-1]) for name in day if "forty" in name]
         assert numbers == list(range(numbers[0], numbers[0] + 10)), (
@@ -42,4 +45,26 @@ def test_four_days_have_every_slow_test_once(suite: pytest.Pytester) -> None:
 def test_what_begins_too_late_is_named(suite: pytest.Pytester) -> None:
     result = suite.runpytest_inprocess("--begin-within=0", "-rs", "-p", "no:cacheprovider", "test_one.py")
     result.assert_outcomes(skipped=2)
-    result.stdout.fnmatch_lines(["*not begun within 0 minutes*"])
+    for name in ("test_slow[[]0]", "test_fast"):
+        result.stdout.fnmatch_lines([f"SKIPPED*test_one.py::{name} has not begun within 0 seconds*"])
+    suite.runpytest_inprocess("--begin-within=5", "-p", "no:cacheprovider", "test_one.py").assert_outcomes(passed=2)
+
+
+def test_what_runs_too_long_is_stopped_and_named(suite: pytest.Pytester) -> None:
+    """In its call, in a fixture and in an event loop; what ends in time is not disturbed."""
+    suite.makepyfile(
+        test_long="""
+        import asyncio, pytest, time
+        @pytest.fixture
+        def slow(): time.sleep(60)
+        def test_short(): pass
+        def test_call(): time.sleep(60)
+        def test_fixture(slow): pass
+        def test_loop(): asyncio.run(asyncio.sleep(60))
+        """
+    )
+    for name in ("call", "fixture", "loop"):
+        chosen = (f"test_long.py::test_{one}" for one in ("short", name))
+        result = suite.runpytest_inprocess("--end-within=1s", "-rs", "-p", "no:cacheprovider", *chosen)
+        result.assert_outcomes(passed=1, skipped=1)
+        result.stdout.fnmatch_lines([f"SKIPPED*test_long.py::test_{name} has not ended within * seconds*"])
