@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from runtime.models.costs import LayerCollective, LayerCost, LiveArrays
 from runtime.models.declarations import ModelLayout, shard_shape, weight
 from runtime.models.forward import KV_HEADS, QUERY_HEADS, Forward
-from runtime.models.quantization import Matrix, Quantized, merge_leading, take_rows
+from runtime.models.quantization import Matrix, Quantized, merge_contracted, take_rows
 
 Array = jax.Array
 # Cosines and sines of rotary position embedding, for the positions that are computed.
@@ -155,12 +155,15 @@ def grouped_query_projections(
 
 
 def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Array:
-    """Multiply attention output ``[B, S, K, G, H]`` by ``[K, G, H, D]`` -> residual update ``[B, S, D]``."""
+    """Multiply attention output ``[B, S, K, G, H]`` by ``[K, G, H, D]`` -> residual update ``[B, S, D]``.
+
+    The first three dimensions of the matrix may be merged already.
+    """
     with jax.named_scope("o_proj"):
         B, S = attended.shape[:2]
         # Contracting one merged axis gives a single all-reduce on every backend; two sharded axes give two on some.
         merged = forward.constrain(attended.reshape(B, S, -1), "batch", "canvas", QUERY_HEADS)
-        kernel = merge_leading(kernel, len(QUERY_HEADS))
+        kernel = merge_contracted(kernel)
         if not isinstance(kernel, Quantized):
             kernel = forward.constrain(kernel, QUERY_HEADS, "embed")
         return forward.constrain(forward.einsum("bsx,xd->bsd", merged, kernel), "batch", "residual", "embed")

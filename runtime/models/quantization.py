@@ -172,8 +172,11 @@ def take_rows(table: Matrix, index: Array, dtype: Any) -> Array:
     return table.at[index].get(mode="clip")
 
 
-def merge_leading(matrix: Matrix, count: int) -> Matrix:
-    """Merge the first ``count`` dimensions of a matrix ``[..., D]``, all of which are contracted, into one."""
+def merge_contracted(matrix: Matrix, first: int = 0) -> Matrix:
+    """Merge the dimensions that a product sums over, from ``first`` to the last but one, into a single dimension.
+
+    A stack of layers has ``first=1``. A matrix whose dimensions are merged already stays as it is.
+    """
     if isinstance(matrix, Quantized):
-        return Quantized(matrix.values.reshape(-1, *matrix.values.shape[count:]), matrix.scales)
-    return matrix.reshape(-1, *matrix.shape[count:])
+        return Quantized(merge_contracted(matrix.values, first), matrix.scales)
+    return matrix.reshape(*matrix.shape[:first], -1, matrix.shape[-1])

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from runtime.models.attention import dot_product_attention
+from runtime.models.declarations import ModelLayout, WeightLeaf
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
+from runtime.models.quantization import merge_contracted
 
 Array = jax.Array
 
@@ -66,9 +68,9 @@ def run_layers(
             return step(x, layer, cache, number)
 
     if forward.layout.scan_layers:
-        numbers = jnp.arange(forward.config.num_layers)
+        numbers, stacks = jnp.arange(forward.config.num_layers), _stacks_for_scan(forward.layout, weights)
         return jax.lax.scan(
-            lambda carry, own: (named(carry[0], own[1], carry[1], own[0]), None), (x, cache), (numbers, weights.layers)
+            lambda carry, own: (named(carry[0], own[1], carry[1], own[0]), None), (x, cache), (numbers, stacks)
         )[0]
     caches = []
     for layer, own in zip(weights.layers, cache or [None] * len(weights.layers), strict=True):
@@ -77,6 +79,21 @@ def run_layers(
         x, own = jax.lax.optimization_barrier(named(x, layer, own, 0))
         caches.append(own)
     return x, cache and tuple(caches)
+
+
+def _stacks_for_scan(layout: ModelLayout, weights: Weights) -> Any:
+    """Return the stacked layers, with the contracted dimensions of each matrix merged into one.
+
+    The TPU compiler reads a layer's matrix directly from the stack unless it has to merge dimensions of the slice: then
+    it copies the slice first, an int8 one as bfloat16.
+    """
+    stacks = layout.named(weights)
+
+    def merged(leaf: WeightLeaf) -> Any:
+        stack = stacks[leaf.name]
+        return merge_contracted(stack, 1) if leaf.layers and len(leaf.contracted) > 1 else stack
+
+    return layout.build(merged).layers
 
 
 def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Array) -> Array:
