@@ -166,8 +166,9 @@ def filter_logits(
     Top-p keeps a token if the probability mass strictly above it is at most ``top_p``, so the token that crosses the
     threshold is kept. Top-k keeps a token if fewer than ``top_k`` tokens are strictly above it, so ties with the k-th
     token are kept. Both conditions are monotone in the logit, so together they amount to one threshold. The search
-    finds it from the highest bit down, three bits per pass over the vocabulary: 11 passes for 32 bits, 6 for 16. The
-    threshold does not depend on the number of bits per pass.
+    finds it from the highest bit down, three bits per pass over the vocabulary: 11 passes for 32 bits, 6 for 16. On a
+    single CPU device, :func:`choose_tokens` asks for two bits: 16 and 8 passes. The threshold does not depend on the
+    number of bits per pass.
 
     Args:
       logits: float32 ``[..., V]``, already divided by the temperature.

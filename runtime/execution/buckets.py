@@ -24,6 +24,8 @@ _SATURATED_OVERHEADS = 4
 _GROWTH = (0.25, 0.5, 1.0)
 # The same for rows that are known in advance: only the buckets that they need are compiled.
 _FINE_GROWTH = 1 / 16
+# A width is rounded up to a multiple of a unit if it exceeds the width by less than this factor.
+_ROUNDING = 1.05
 
 
 @dataclass(frozen=True, order=True)
@@ -88,12 +90,17 @@ class Grid:
         return min(bucket.width for bucket in self.buckets if bucket.width >= length)
 
 
-def ladder(canvas: int, step: int, growth: float) -> list[int]:
-    """Return ascending widths: multiples of ``step`` that grow by the fraction ``growth``, and ``canvas`` itself."""
+def ladder(canvas: int, step: int, growth: float, unit: int = 1) -> list[int]:
+    """Return ascending widths: multiples of ``step`` that grow by the fraction ``growth``, and ``canvas`` itself.
+
+    Widths are rounded up to multiples of ``unit`` where this adds less than 5 %.
+    """
     found = [step]
     while found[-1] < canvas:
         found.append(found[-1] + max(step, int(growth * found[-1]) // step * step))
-    return [*(width for width in found if width < canvas), canvas]
+    whole = {width: math.ceil(width / unit) * unit for width in found}
+    widths = {rounded if rounded < _ROUNDING * width else width for width, rounded in whole.items()}
+    return [*(width for width in sorted(widths) if width < canvas), canvas]
 
 
 def make_grid(
@@ -103,6 +110,7 @@ def make_grid(
     *,
     data: int,
     step: int,
+    unit: int = 1,
     widths: Sequence[int] | None = None,
     limit: int = MAX_PROGRAMS,
     grows: bool = False,
@@ -118,6 +126,7 @@ def make_grid(
       cost: cost model of a pass.
       data: numbers of rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
       step: all widths except the canvas are multiples of this.
+      unit: widths become multiples of this where it costs little, see :func:`ladder`.
       widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
       limit: maximum number of buckets.
       grows: see :class:`Grid`.
@@ -128,7 +137,7 @@ def make_grid(
     def candidates(growth: float, most_rows: int, step: int) -> list[Bucket]:
         return [
             Bucket(rows, width)
-            for width in widths or ladder(canvas, step, growth)
+            for width in widths or ladder(canvas, step, growth, unit)
             for rows in doubling
             if rows == data or (rows <= most_rows and rows * (cost.window or width) <= saturated)
         ]

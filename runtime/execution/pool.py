@@ -230,11 +230,11 @@ def pool_grid(
       widths: widths of the other buckets; None chooses them automatically.
       limit: maximum number of buckets.
     """
-    step = runner.width_step()
     own = None if widths is None else sorted({runner.bucket(width) for width in (*widths, canvas)})
     cost, data = pass_cost(runner, config), runner_for(runner, config).row_unit
     grows = isinstance(config, SamplingConfig)
-    return make_grid(slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows)
+    step, unit = runner.width_step(), runner.width_unit()
+    return make_grid(slots, canvas, cost, data=data, step=step, unit=unit, widths=own, limit=limit, grows=grows)
 
 
 @dataclass

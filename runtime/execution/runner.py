@@ -24,7 +24,7 @@ from runtime.execution.rows import bucket_length
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
-from runtime.models.forward import Forward
+from runtime.models.forward import Forward, residual_unit
 from runtime.models.kv_cache import cache_dtype
 from sharding.errors import MeshError
 from sharding.topology import CHIPS
@@ -228,6 +228,11 @@ class Runner:
         own = weight_bytes(self.layout, self.dtype)
         return own if self.draft is None else own + self.draft.weight_bytes
 
+    def width_unit(self) -> int:
+        """Return the number that bucket widths are rounded up to a multiple of where this costs little; 1 for none."""
+        sharded = self.platform == "tpu" and self.layout.spec.tensor > 1
+        return math.lcm(self.width_step(), residual_unit(self.layout)) if sharded else 1
+
     def room(self) -> float | None:
         """Return the bytes per device that may be planned for, weights included; None if the device reports no size."""
         memory, weights = device_memory(self._device), self.weight_bytes
@@ -264,7 +269,11 @@ class Runner:
 
 
 def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:
-    """Round a length up to a bucket that the sequence axis divides; on TPU, into shards of whole attention blocks."""
+    """Round a length up to a bucket that the sequence axis divides; on TPU, into shards of whole attention blocks.
+
+    On TPU, the residual of most buckets can be divided over the tensor axis too. To make it divide in the others
+    (:func:`runtime.models.forward.residual_unit`) would take at least an eighth more positions.
+    """
     block = 128 if platform == "tpu" else 1
     return bucket_length(length, block * layout.spec.sequence)
 

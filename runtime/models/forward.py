@@ -36,6 +36,11 @@ _OVERLAPPED_POSITIONS = range(2048, 16384 + 1)
 _PACKED_ROWS = 16
 
 
+def residual_unit(layout: ModelLayout) -> int:
+    """Return the number of which a row's positions are a multiple if :func:`residual_over_tensor` can divide them."""
+    return layout.spec.sequence * layout.spec.tensor * _PACKED_ROWS
+
+
 def residual_over_tensor(layout: ModelLayout, devices: np.ndarray, rows: int, positions: int) -> bool:
     """Return whether to shard the positions of the residual over the tensor axis too (Korthikanti et al., 2022).
 
@@ -52,7 +57,7 @@ def residual_over_tensor(layout: ModelLayout, devices: np.ndarray, rows: int, po
     """
     spec = layout.spec
     tpu = devices.flat[0].platform == "tpu"
-    if not tpu or spec.tensor == 1 or positions % (spec.sequence * spec.tensor * _PACKED_ROWS):
+    if not tpu or spec.tensor == 1 or positions % residual_unit(layout):
         return False
     overlapped = rows * positions // (spec.data * spec.sequence) in _OVERLAPPED_POSITIONS
     return overlapped and has_reduce_scatter(devices)

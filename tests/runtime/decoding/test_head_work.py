@@ -106,7 +106,13 @@ def test_a_chunk_has_the_run_time_parameters_of_its_rows(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("platform", "passes"), [("cpu", {"float32": 16, "model": 8}), ("v4:2x2x1", {"float32": 11})], ids=["cpu", "v4"]
+    ("platform", "passes"),
+    [
+        ("cpu", {"float32": 16, "model": 8}),
+        ("v4:2x2x1", {"float32": 11}),
+        ("v5e:2x2", {"float32": 11, "model": 6}),
+    ],
+    ids=["cpu", "v4", "v5e"],
 )
 def test_two_arrays_over_the_vocabulary(platform: str, passes: dict[str, int]) -> None:
     """The program holds two arrays of at most 128 positions per row, and writes none during the threshold search."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 
 import numpy as np
 import pytest
 
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.buckets import Bucket, Grid, PassCost, ladder, make_grid, pack
+from runtime.execution.pool import pool_grid
+from runtime.execution.runner import canvas_bucket
+from runtime.models.families import model_layout
+from runtime.models.forward import residual_unit
+from runtime.planner.presets import preset
+from sharding.mesh import MeshSpec
+from tests import golden_cases
 
 CPU, GPU = PassCost(0.0, 64.0), PassCost(206.0, 50.0)
 WINDOWS = PassCost(206.0, 50.0, 32, 1 / 32)
@@ -35,6 +45,36 @@ def test_widths_are_fine_at_the_small_end() -> None:
     assert widths[-1] == 512
     assert all(wide <= 1.25 * narrow + 32 for narrow, wide in itertools.pairwise(widths))
     assert ladder(100, 64, 0.25) == [64, 100]
+
+
+def test_widths_are_rounded_up_to_a_unit_where_this_costs_little() -> None:
+    plain, rounded = (ladder(8192, 128, 0.25, unit) for unit in (1, 256))
+    assert [width for width in plain if width % 256] == [128, 384, 640, 896, 1920, 3456, 4224, 5248, 6528, 8064]
+    assert [width for width in rounded if width % 256] == [128, 384, 640, 896, 1920], "a unit more is over 5 %"
+    assert {3584, 4352, 5376, 6656} < set(rounded)
+    assert rounded == sorted(set(rounded))
+    assert rounded[-1] == 8192
+    assert all(any(width <= own < 1.05 * width for own in rounded) for width in plain)
+
+
+@pytest.mark.parametrize(("platform", "divides"), [("tpu", True), ("gpu", False)])
+def test_long_widths_of_a_pool_on_tpu_divide_over_the_tensor_axis(platform: str, divides: bool) -> None:
+    runner = copy.copy(golden_cases.engine("sequence=2,tensor=8").runner)
+    runner.platform = platform
+    grid = pool_grid(runner, DiffusionConfig(), 8192, 1)
+    unit = residual_unit(runner.layout)
+    assert unit == 256
+    assert all(bucket.width % unit == 0 for bucket in grid.buckets if bucket.width > 20 * unit // 2) == divides
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 3, 4])
+@pytest.mark.parametrize("tensor", [2, 4, 8, 16, 32])
+def test_a_canvas_divides_over_the_tensor_axis_unless_this_costs_over_an_eighth(sequence: int, tensor: int) -> None:
+    layout = model_layout(preset("diffucoder-7b"), MeshSpec(sequence=sequence, tensor=tensor))
+    unit = residual_unit(layout)
+    widths = {canvas_bucket(length, layout, "tpu") for length in range(1, 16385, 31)}
+    assert any(width % unit == 0 for width in widths)
+    assert all(math.ceil(width / unit) * unit >= 1.125 * width for width in widths if width % unit)
 
 
 def test_widths_that_somebody_wants_are_the_only_ones() -> None:
