@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +49,15 @@ def _advance(
         return masks_to_fill(mask_token, request, replace(state, done=state.done | ended))
     state = replace(state, done=state.done | ended)
 
-    def move(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
-        state, moving = carry
-        _, counts, left = _step_demand(program, mask_token, request, state)
+    def demand(state: DenoiseState, moving: Array) -> _Demand:
+        wanted, counts, left = _step_demand(program, mask_token, request, state)
         over = moving & ((left == 0) | (state.step_in_block >= request.steps_per_block))
         # Fast-dLLM runs a forward pass in each step of its schedule.
         idle = moving & ~over & (counts == 0) if program.block_rule == "default" else jnp.zeros_like(over)
+        return _Demand(wanted, counts, over, idle)
+
+    def move(carry: tuple[DenoiseState, _Demand]) -> tuple[DenoiseState, _Demand]:
+        state, (_, _, over, idle) = carry
         block = jnp.where(over, state.block + 1, state.block)
         # Refresh also after a block that ran no step because it had no masks: a window recomputes only one previous
         # block, so the cache would stay stale before that.
@@ -67,15 +71,42 @@ def _advance(
             step_in_block=jnp.where(over, 0, jnp.where(idle, state.step_in_block + 1, state.step_in_block)),
             steps_until_refresh=jnp.where(over & due, 0, state.steps_until_refresh),
             previous_block_stale=jnp.where(over, 1, state.previous_block_stale),
-            done=state.done | (block_start(request, block) >= request.ends),
+            done=state.done | _is_behind(request, block),
         )
-        return state, (over | idle) & _may_step(request, state)
+        return state, demand(state, (over | idle) & _may_step(request, state))
 
-    start = (state, _may_step(request, state))
-    state, _ = jax.lax.while_loop(lambda carry: carry[1].any(), move, start)
-    wanted, counts, _ = _step_demand(program, mask_token, request, state)
+    # In most steps no row moves. The host of a GPU waits for each decision of a loop, so this takes a single one.
+    start = (state, demand(state, _may_step(request, state)))
+    state, (wanted, counts, _, _) = jax.lax.while_loop(lambda carry: carry[1].moves.any(), move, start)
+    state = replace(state, done=state.done | _is_behind(request, state.block))
     active = _may_step(request, state)
     return state, wanted & active[:, None], jnp.where(active, counts, 0)
+
+
+class _Demand(NamedTuple):
+    """What each row's current step needs, and the rows that have to move on first.
+
+    Attributes:
+      wanted: bool ``[B, S]``, positions that need a token.
+      counts: int32 ``[B]``, number of commits.
+      over: bool ``[B]``, rows whose block is finished.
+      idle: bool ``[B]``, rows whose step commits nothing.
+    """
+
+    wanted: Array
+    counts: Array
+    over: Array
+    idle: Array
+
+    @property
+    def moves(self) -> Array:
+        """The rows that move to another block or step: bool ``[B]``."""
+        return self.over | self.idle
+
+
+def _is_behind(request: DenoiseRequest, block: Array) -> Array:
+    """Return the rows that have no block of this number, int32 ``[B]``: bool ``[B]``."""
+    return block_start(request, block) >= request.ends
 
 
 def _may_step(request: DenoiseRequest, state: DenoiseState) -> Array:

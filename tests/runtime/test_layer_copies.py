@@ -3,7 +3,7 @@
 Nor has it a copy of the KV cache of a layer.
 
 The tests of GPU programs are slow, and need JAX's CUDA plugin (``pip install 'diffumesh[cuda]'``) but no GPU:
-``pytest tests/runtime/test_layer_copies.py -m 'slow or not slow'``.
+``pytest -m programs tests/runtime/test_layer_copies.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from runtime.execution.programs import (
     widens_weights,
 )
 from runtime.execution.specialization import decode_program, denoise_program
+from runtime.models.attention import Implementation
 from runtime.models.config import ModelConfig
 from runtime.models.families import model_layout
 from runtime.models.forward import Forward
@@ -40,6 +41,8 @@ from sharding.topology import parse_topology
 from tests.compilation import AS_RELEASED
 
 needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
+
+pytestmark = pytest.mark.programs
 
 PROGRAMS = ("denoise step", "block step", "prefill", "decode")
 # Canvas and head chunk are so small that no activation is as large as a weight.
@@ -59,11 +62,18 @@ def model(program: str, sizes: dict[str, int]) -> ModelConfig:
 
 
 def lowered(
-    program: str, devices: list[Any], dtype: str, quantization: str, sizes: dict[str, int], scan: bool | None = None
+    program: str,
+    devices: list[Any],
+    dtype: str,
+    quantization: str,
+    sizes: dict[str, int],
+    scan: bool | None = None,
+    chunk: int = CHUNK,
+    attention: Implementation = "xla",
 ) -> tuple[Any, jax.stages.Lowered]:
     """A layout and one of its programs, for one row on one device."""
     layout = model_layout(model(program, sizes), MeshSpec(), devices[:1], quantization, scan)
-    forward, weights = Forward(layout), layout.abstract_weights(jnp.dtype(dtype))
+    forward, weights = Forward(layout, attention), layout.abstract_weights(jnp.dtype(dtype))
     if program in ("prefill", "decode"):
         decoding = decode_program(SamplingConfig(64, temperature=0.7), layout.config.vocab_size)
         arguments = (weights, *abstract_decode(layout, 1, S, dtype))
@@ -72,7 +82,7 @@ def lowered(
         return layout, lower_prefill(forward, decoding, S, *arguments)
     cached = program == "block step"
     config = DiffusionConfig(64, cache="dual" if cached else "none", block_length=32 if cached else None)
-    denoising = denoise_program(config, layout.config, dtype, chunk=CHUNK, width=S, span=64)
+    denoising = denoise_program(config, layout.config, dtype, chunk=chunk, width=S, span=64)
     state = abstract_denoise(layout, 1, S, 64, dtype if cached else None)
     return layout, lower_denoise(forward, denoising, weights, *state)
 
@@ -152,10 +162,12 @@ GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv
 @needs_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "attention"), [*((program, "xla") for program in PROGRAMS), ("denoise step", "cudnn")]
+)
+def test_gpu_programs_copy_no_weights(program: str, attention: Implementation, quantization: str) -> None:
     devices = aot_devices(parse_topology("1xh200"))
-    layout, lowering = lowered(program, devices, "bfloat16", quantization, GPU)
+    layout, lowering = lowered(program, devices, "bfloat16", quantization, GPU, attention=attention)
     found = lowering.compile(compiler_options=AS_RELEASED)
     assert not copies(layout, found.as_text())
     # Less than the smallest MLP matrix, in addition to activations if whole rows run.

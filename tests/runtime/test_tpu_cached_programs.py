@@ -24,6 +24,8 @@ from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.runtime.test_tpu_programs import DIFFUCODER
 
+pytestmark = pytest.mark.programs
+
 QWEN = replace(DIFFUCODER, family=QWEN2, mask_token_id=-1)
 # So large that the compiler does not keep the cache in vector memory; blocks are short, so windows are small.
 B, T, BLOCK, SPAN = 64, 1024, 16, 64

@@ -25,6 +25,8 @@ from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
 from sharding.topology import parse_topology
 
+pytestmark = pytest.mark.programs
+
 DIFFUCODER = parse_config(
     {
         "model_type": "Dream",

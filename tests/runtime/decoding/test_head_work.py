@@ -29,6 +29,7 @@ from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.checkpoints.small import MICRO
 from tests.compilation import AS_RELEASED
+from tests.runtime.test_layer_copies import needs_cuda
 
 SMALL = parse_config(MICRO | {"max_position_embeddings": 512})
 # The vocabulary is so large that arrays over it dominate the program's memory.
@@ -105,14 +106,16 @@ def test_a_chunk_has_the_run_time_parameters_of_its_rows(monkeypatch: pytest.Mon
     assert set(shapes.values()) == {(3, 32)}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("platform", "passes"),
     [
         ("cpu", {"float32": 16, "model": 8}),
         ("v4:2x2x1", {"float32": 11}),
         ("v5e:2x2", {"float32": 11, "model": 6}),
+        pytest.param("4xh200", {"float32": 11, "model": 6}, marks=[needs_cuda, pytest.mark.slow]),
     ],
-    ids=["cpu", "v4", "v5e"],
+    ids=["cpu", "v4", "v5e", "h200"],
 )
 def test_two_arrays_over_the_vocabulary(platform: str, passes: dict[str, int]) -> None:
     """The program holds two arrays of at most 128 positions per row, and writes none during the threshold search."""

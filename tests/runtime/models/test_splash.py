@@ -82,6 +82,7 @@ def test_the_kernel_is_xla(mask: AttentionMask) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("mask", "positions"), [(BIDIRECTIONAL, 2048), (CAUSAL, 1024)], ids=str)
 def test_the_compiled_kernel_has_these_blocks(mask: AttentionMask, positions: int) -> None:
     """The kernel's metadata in the optimized program state the expected blocks."""
