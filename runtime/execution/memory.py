@@ -11,7 +11,6 @@ Dimension letters, all per device: B rows, S positions, T keys, P positions of o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,8 +24,6 @@ from runtime.models.splash_blocks import splash_running_sums
 from runtime.models.xla_attention import query_block
 
 _FLOAT = 4
-# Lanes of a TPU register: the number of array elements in its minor dimension.
-_LANES = 128
 _LESS_CACHE = "fewer rows, a larger sequence axis, int8"
 _FEWER_POSITIONS = "fewer rows, a larger data or sequence axis"
 _FEWER_CHANNELS = "a larger tensor axis, or fewer rows"
@@ -143,9 +140,8 @@ def memory_of_passes(
     wider = "bfloat16" if jnp.dtype(dtype).itemsize > 2 else "int8"
     resident = [Tensor("weights", layout.bytes_per_device(dtype), f"a larger tensor axis, or {wider}")]
     if cache_dtype is not None:
-        kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype)
+        kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype, device.platform)
         resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
-        resident += _narrow_head_copies(kept, layout.config.head_dim, device)
     shapes = list(passes)
     drafted = [one for one in shapes if one.canvases and cache_dtype is not None]
     if drafted:
@@ -161,25 +157,8 @@ def memory_of_passes(
 
 def _windows_bytes(layout: ModelLayout, shape: PassShape, dtype: Any) -> int:
     """Return the bytes of keys and values of the windows of a pass, which every ``sequence`` shard has."""
-    whole = replace(layout, rules=replace(layout.rules, length=(), batch=()))
+    whole = replace(layout, mesh=None, rules=replace(layout.rules, length=(), batch=()))
     return cache_bytes_per_device(whole, shape.canvases, shape.positions, dtype)
-
-
-def _narrow_head_copies(kept: int, head_dim: int, device: Device) -> tuple[Tensor, ...]:
-    """Return the copies of the cache that the TPU compiler makes if heads are narrower than a register.
-
-    The compiler stores such a cache with positions in the minor dimension. Loops over windows work on copies of keys
-    and values that have the head in the minor dimension, padded to the width of a register.
-
-    Args:
-      kept: bytes of the cache.
-      head_dim: size of a head.
-      device: the device.
-    """
-    if device.platform != "tpu" or head_dim % _LANES == 0:
-        return ()
-    padded = kept // 2 * math.ceil(head_dim / _LANES) * _LANES // head_dim
-    return _outside_fast_memory([("copy of the cache for narrow heads", 2, padded, _LESS_CACHE)], device)
 
 
 def _live(arrays: Iterable[LiveArrays], positions: int, item: int, smaller_by: str) -> list[_Arrays]:

@@ -89,7 +89,7 @@ def run_canvases(
             for name, values in (("key", k), ("value", v)):
                 values = forward.constrain(values.reshape(rows * number, width, *k.shape[2:]), "batch", None, *KV_HEADS)
                 new |= stored(name, jnp.moveaxis(values, 1, 2), cache.keys.dtype)
-            attended = _attend(forward, layer_of(cache, of), KVCache(**new), q, starts, lengths, stops)
+            attended = _attend(forward, layer_of(cache, of, q.shape[-1]), KVCache(**new), q, starts, lengths, stops)
             windows = jax.tree.map(
                 lambda stack, part: _placed(forward, jax.lax.dynamic_update_index_in_dim(stack, part, of, 0)),
                 windows,
@@ -153,14 +153,15 @@ def write_canvas(forward: Forward, cache: Cache, windows: Cache, chosen: Array, 
         return _placed(forward, jnp.where(here, by_row, jnp.zeros((), stack.dtype)).sum(axis=2, dtype=stack.dtype))
 
     own: Any = jax.tree.map(select, windows)
-    layout = forward.layout
+    layout, size = forward.layout, forward.config.head_dim
     if isinstance(cache, tuple):
         return tuple(
-            write_stored(layout, one, 0, layer_of(new, 0), starts, stops) for one, new in zip(cache, own, strict=True)
+            write_stored(layout, one, 0, layer_of(new, 0, size), starts, stops)
+            for one, new in zip(cache, own, strict=True)
         )
 
     def write(layer: Array, cache: KVCache) -> KVCache:
-        return write_stored(layout, cache, layer, layer_of(own, layer), starts, stops)
+        return write_stored(layout, cache, layer, layer_of(own, layer, size), starts, stops)
 
     written: KVCache = jax.lax.fori_loop(0, layout.config.num_layers, write, cache)
     return written

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from runtime.models.arrays import Leaf, abstract, array, declarations
 from runtime.models.declarations import ModelLayout
 from runtime.models.quantization import int8_scales, int8_values
+from runtime.models.splash_blocks import LANES
 from runtime.models.xla_attention import xla_attention
 from sharding.errors import InputError
 
@@ -36,7 +37,7 @@ class KVCache:
     """Keys and values of one or more layers.
 
     Attributes:
-      keys, values: ``[L, B, K, T, H]``.
+      keys, values: ``[L, B, K, T, H]``; H is the head dim or, on TPU, :func:`stored_head_dim`.
       key_scales, value_scales: float32 ``[L, B, K, T]`` for an int8 cache, otherwise None.
     """
 
@@ -61,7 +62,7 @@ def cache_dtype(name: str, model_dtype: Any) -> Any:
     return jnp.dtype(model_dtype if name == "model" else name)
 
 
-def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> Cache:
+def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any, platform: str | None = None) -> Cache:
     """Return a model's cache as ``ShapeDtypeStruct``, with shardings if the layout has a mesh.
 
     Args:
@@ -69,12 +70,29 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
       dtype: dtype of keys and values. An int8 cache has scales as well.
+      platform: platform of the devices if the layout has no mesh, see :func:`stored_head_dim`.
     """
     layers = layout.config.num_layers
     sizes = layout.config.dimensions | {"batch": batch, "length": length, "layers": layers if layout.scan_layers else 1}
+    sizes["head_dim"] = stored_head_dim(layout, platform)
     features = ("int8",) if jnp.dtype(dtype) == jnp.int8 else ()
     part = abstract(layout, KVCache, sizes, features, dtype=dtype)
     return part if layout.scan_layers else (part,) * layers
+
+
+def stored_head_dim(layout: ModelLayout, platform: str | None = None) -> int:
+    """Return the size of a head in the cache. On TPU, heads are padded with zeros to whole registers.
+
+    The TPU compiler would store narrower heads with positions in the minor dimension, and copy the whole cache into
+    another memory layout, and back, in every program that writes windows.
+
+    Args:
+      layout: the model, with or without a mesh.
+      platform: platform of the devices if the layout has no mesh; None pads no heads.
+    """
+    size = layout.config.head_dim
+    platform = platform if layout.mesh is None else layout.mesh.devices.flat[0].platform
+    return math.ceil(size / LANES) * LANES if platform == "tpu" else size
 
 
 def cache_length(cache: Cache) -> int:
@@ -83,11 +101,16 @@ def cache_length(cache: Cache) -> int:
     return length
 
 
-def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: Any) -> int:
-    """Return the bytes that a cache takes on each device, replication over ``group`` included."""
+def cache_bytes_per_device(
+    layout: ModelLayout, batch: int, length: int, dtype: Any, platform: str | None = None
+) -> int:
+    """Return the bytes that a cache takes on each device, replication over ``group`` included.
+
+    The arguments are those of :func:`abstract_cache`.
+    """
     sizes = layout.mesh_axis_sizes
     shards = math.prod(layout.rules.shards(axis, sizes) for axis in ("batch", "kv_heads", "length"))
-    leaves = jax.tree.leaves(abstract_cache(layout, batch, length, dtype))
+    leaves = jax.tree.leaves(abstract_cache(layout, batch, length, dtype, platform))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) // shards
 
 
@@ -186,13 +209,21 @@ def stored(name: str, new: Array, dtype: Any) -> dict[str, Array]:
     return {f"{name}s": new.astype(dtype)}
 
 
+def _padded(new: Array, stack: Array) -> Array:
+    """Pad the heads of new values to those of a cache; scales have no heads."""
+    if stack.ndim < 5 or new.shape[-1] == stack.shape[-1]:
+        return new
+    return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, stack.shape[-1] - new.shape[-1])])
+
+
 def _write(
     layout: ModelLayout, cache: KVCache, how: Any, k: Array, v: Array, where: Array, layer: Array | int
 ) -> KVCache:
     written = {}
     for name, new in (("key", k), ("value", v)):
         for field, part in stored(name, new, getattr(cache, f"{name}s").dtype).items():
-            written[field] = _on_shards(layout, how, where, part, jnp.asarray(layer))(getattr(cache, field))
+            stack = getattr(cache, field)
+            written[field] = _on_shards(layout, how, where, _padded(part, stack), jnp.asarray(layer))(stack)
     return dataclasses.replace(cache, **written)
 
 
@@ -203,6 +234,7 @@ def write_stored(
     spans = jnp.stack([starts, stops], axis=1)
 
     def write(stack: Array, part: Array) -> Array:
+        part = _padded(part, stack)
         return _on_shards(layout, _write_window, spans, jnp.moveaxis(part, 1, 2), jnp.asarray(layer))(stack)
 
     with jax.named_scope("cache_window"):
@@ -210,9 +242,14 @@ def write_stored(
         return written
 
 
-def layer_of(cache: KVCache, layer: Array | int) -> KVCache:
-    """Return one layer of a cache: arrays ``[B, K, T, ...]``."""
-    found: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
+def layer_of(cache: KVCache, layer: Array | int, head_dim: int) -> KVCache:
+    """Return one layer of a cache, with the first ``head_dim`` numbers of each head: arrays ``[B, K, T, ...]``."""
+
+    def take(stack: Array) -> Array:
+        sizes = (1, *stack.shape[1:4], head_dim)[: stack.ndim]
+        return jax.lax.dynamic_slice(stack, (layer, *[0] * (stack.ndim - 1)), sizes)[0]
+
+    found: KVCache = jax.tree.map(take, cache)
     return found
 
 
@@ -438,7 +475,7 @@ def attend(
     Returns:
       ``[B, W, K, G, H]``.
     """
-    own = layer_of(cache, layer)
+    own = layer_of(cache, layer, q.shape[-1])
     if row is not None:
         own = _one_row(layout, own, row)
     arrays = (q, own.keys, own.values, starts, lengths, own.key_scales, own.value_scales)

@@ -228,7 +228,7 @@ class Estimate:
         dtype, cost = jnp.dtype(workload.dtype), layout.layer_cost
         canvas, cache = workload.canvas(layout, chip.platform), 0.0
         if workload.has_cache:
-            cache = cache_bytes_per_device(layout, phase.rows * self.spec.data, canvas, dtype)
+            cache = cache_bytes_per_device(layout, phase.rows * self.spec.data, canvas, dtype, chip.platform)
         weights = layout.bytes_read_per_pass(dtype) - head_bytes(layout, dtype)
         activations = positions * cost.activations_per_position * workload.item * config.num_layers
         flops = config.num_layers * cost.flops_per_position * positions

@@ -19,6 +19,7 @@ from runtime.models.forward import Forward, residual_over_tensor
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.qwen2 import QWEN2
 from runtime.planner.hlo import read_collectives
+from runtime.planner.presets import preset
 from sharding.aot import aot_devices
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
@@ -107,6 +108,23 @@ def test_the_cache_is_updated_in_place(kind: str, mesh: str, cache_dtype: str) -
     assert memory.alias_size_in_bytes >= size
     if kind != "prefill":  # temporaries are far from another cache, or another copy of any weight
         assert memory.temp_size_in_bytes < 0.5 * size
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+def test_a_cache_of_narrow_heads_is_laid_out_once(cache_dtype: str) -> None:
+    """GPT-2's heads of 64 numbers are padded to 128, so programs read and write the cache as it is."""
+    config = preset("gpt2")
+    layout = model_layout(config, MeshSpec(), aot_devices(parse_topology("v5e:1x1")))
+    decoding = decode_program(SamplingConfig(temperature=0.7, top_p=0.9), config.vocab_size)
+    arguments = (layout.abstract_weights(jnp.bfloat16), *abstract_decode(layout, B, T, cache_dtype))
+    program = lower_decode(Forward(layout), decoding, *arguments).compile()
+    text = without_relabelling(program.as_text())
+    shape = (config.num_layers, B, config.num_kv_heads, T, 128)
+    assert of_shape(text, "parameter", shape), "the parser does not see the cache"
+    assert not of_shape(text, "copy|copy-start|transpose", shape)
+    memory, size = program.memory_analysis(), cache_bytes_per_device(layout, B, T, jnp.dtype(cache_dtype))
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < 0.1 * size
 
 
 @pytest.mark.parametrize(("kind", "mesh", "cache_dtype"), CASES)
