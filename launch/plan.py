@@ -47,7 +47,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "compile",
         None,
-        "Number of best meshes to compile. Default: 1, or 0 with --topology=all.",
+        "Number of best meshes to compile. Default: 1, or 0 with --topology=all or a draft model.",
         0,
         64,
         flag_values=values,
@@ -73,7 +73,10 @@ def main(values: flags.FlagValues) -> None:
         raise InputError("give --topology=v5e:2x4 or another machine, or --topology=all")
     spec = read_mesh(values)
     everything = values.topology == "all"
-    count = values.compile if values.compile is not None else 0 if everything else 1
+    if values.compile and workload.draft is not None:
+        raise InputError("--compile: programs are compiled without a draft model; leave the flag out", field="compile")
+    default = 0 if everything or workload.draft is not None else 1
+    count = default if values.compile is None else values.compile
     if values.dump_hlo is not None and count == 0:
         raise InputError("--dump_hlo requires a compiled mesh: give --compile=1")
     if values.dump_hlo is not None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from runtime.engine import Engine
     from runtime.execution.background import BackgroundCompiler
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
+    from runtime.execution.draft_models import check_draft_objectives
     from runtime.execution.executor import Executor, Programs
     from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows, unpadded_rows
@@ -170,6 +171,7 @@ __all__ = [
     "TokenIds",
     "UndecodableError",
     "can_run",
+    "check_draft_objectives",
     "check_given",
     "check_kind",
     "check_request",
@@ -284,6 +286,7 @@ _HOMES = {
     "TokenIds": "runtime.decoding.kinds",
     "WEIGHT_MEMORY_SHARE": "sharding.mesh",
     "can_run": "runtime.decoding.compatibility",
+    "check_draft_objectives": "runtime.execution.draft_models",
     "check_given": "runtime.decoding.schema",
     "check_kind": "runtime.execution.rows",
     "check_request": "runtime.execution.rows",

@@ -76,6 +76,7 @@ class Engine(TokenEngine):
         lora: str | Path | CheckpointFolder | None = None,
         draft: str | Path | CheckpointFolder | None = None,
         revision: str | None = None,
+        draft_revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
         verify: str = "full",
@@ -95,7 +96,8 @@ class Engine(TokenEngine):
           rows: expected number of rows per batch, a hint for the default mesh.
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
           draft: folder, URL or Hub name of a draft model with the same vocabulary, which has the same options.
-          revision, token, offline: Hub revision and access token; ``offline`` forbids network access.
+          revision, draft_revision: branch, tag or commit on the Hub, of the model and of the draft model.
+          token, offline: access token of the Hub; ``offline`` forbids network access.
           verify: ``full`` checks the digests, if there are any; ``sizes`` only shapes and dtypes; ``none`` nothing.
           progress: function that is called with the number of bytes read so far and the total number of bytes.
 
@@ -108,7 +110,8 @@ class Engine(TokenEngine):
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype
-        drafting = None if draft is None else open_draft(folder, draft, token=token, offline=offline)
+        hub: dict[str, Any] = {"revision": draft_revision, "token": token, "offline": offline}
+        drafting = None if draft is None else open_draft(folder, draft, **hub)
         fitting: dict[str, Any] = {"stored": stored, "rows": rows, "quantize": kept_quantization(folder, quantize)}
         fitting["draft"] = None if drafting is None else parse_config(drafting.config)
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, **fitting)

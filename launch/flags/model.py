@@ -43,7 +43,11 @@ def define_model_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_enum(name, default, choices, text, flag_values=values)
 
     string("checkpoint", str(DEMO), "Model folder, URL (gs://...) or Hub name. Default: the demo in the package.")
-    string("revision", None, "Branch, tag or commit on the Hub. A token is read from HF_TOKEN or the Hub's login.")
+    string(
+        "revision",
+        None,
+        "Branch, tag or commit of the checkpoint on the Hub. A token is read from HF_TOKEN or the Hub's login.",
+    )
     flags.DEFINE_bool("offline", False, "Use only files in the Hub's local cache.", flag_values=values)
     define_lora_flag(values)
     string(
@@ -52,6 +56,7 @@ def define_model_flags(values: flags.FlagValues) -> None:
         "Draft model of an autoregressive model: folder, URL or Hub name of a smaller model with the same vocabulary. "
         "It guesses the next --draft_tokens tokens.",
     )
+    string("draft_revision", None, "Branch, tag or commit of the draft model on the Hub. Default: the newest.")
     choice(
         "verify",
         "full",
@@ -114,13 +119,16 @@ def open_draft_checkpoint(values: flags.FlagValues, folder: CheckpointFolder) ->
       folder: the model's checkpoint.
 
     Raises:
-      InputError: the folder does not exist, or has no autoregressive model with the model's vocabulary.
+      InputError: the folder does not exist, or has no autoregressive model with the model's vocabulary; or only its
+        revision is given.
     """
     if values.draft_checkpoint is None:
+        if values.draft_revision is not None:
+            raise InputError("--draft_revision requires --draft_checkpoint", field="draft_revision")
         return None
     if not values.draft_checkpoint:
         raise InputError("--draft_checkpoint is empty: name a folder, a URL or a Hub name", field="draft_checkpoint")
-    return open_draft(folder, values.draft_checkpoint, offline=values.offline)
+    return open_draft(folder, values.draft_checkpoint, revision=values.draft_revision, offline=values.offline)
 
 
 def fingerprints(folder: CheckpointFolder, draft: CheckpointFolder | None) -> dict[str, str]:

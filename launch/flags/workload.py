@@ -7,7 +7,16 @@ from dataclasses import replace
 from absl import flags
 
 from launch.flags.decoding import define_flag
-from runtime import EXPOSED_PARAMETERS, QUANTIZATIONS, STORED_DTYPES, InputError, IntegerOrWord, parse_config
+from runtime import (
+    EXPOSED_PARAMETERS,
+    QUANTIZATIONS,
+    STORED_DTYPES,
+    InputError,
+    IntegerOrWord,
+    ModelConfig,
+    check_draft_objectives,
+    parse_config,
+)
 from runtime.planner import PRESETS, Workload, preset
 
 _DRAFTS = EXPOSED_PARAMETERS["draft_steps"]
@@ -33,6 +42,17 @@ def define_workload_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint", None, "Model folder, URL or Hub name; only its config.json is read.", flag_values=values
     )
+    flags.DEFINE_enum(
+        "draft_model",
+        None,
+        tuple(PRESETS),
+        "Draft model of an autoregressive model, by name. Its weights and cache are counted; the passes that drafts "
+        "save depend on the text. Vocabularies are not compared.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "draft_checkpoint", None, "The same, by folder, URL or Hub name; only config.json is read.", flag_values=values
+    )
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored.", flag_values=values)
     integer("batch", 1, "Rows that are generated together.")
     integer("prompt", 256, "Tokens of each prompt.")
@@ -48,30 +68,55 @@ def define_workload_flags(values: flags.FlagValues) -> None:
     )
 
 
+def _read_model(values: flags.FlagValues, prefix: str = "") -> tuple[str, ModelConfig, str]:
+    """Return name, configuration and stored quantization of the model that two flags name; one of them is given.
+
+    Raises:
+      InputError: the flag is empty, or there is no such checkpoint.
+    """
+    model, checkpoint = values[f"{prefix}model"].value, values[f"{prefix}checkpoint"].value
+    if model is not None:
+        return model, preset(model), "none"
+    from checkpoints import open_folder
+
+    if not checkpoint:
+        raise InputError(f"--{prefix}checkpoint is empty: name a folder, a URL or a Hub name")
+    folder = open_folder(checkpoint, weights=False)
+    return folder.name, parse_config(folder.config), folder.quantization
+
+
+def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, ModelConfig] | None:
+    """Return name and configuration of the draft model; None if no flag names one.
+
+    Raises:
+      InputError: both flags are given, or a model is not autoregressive.
+    """
+    if values.draft_model is None and values.draft_checkpoint is None:
+        return None
+    if values.draft_model is not None and values.draft_checkpoint is not None:
+        raise InputError("give one of --draft_model and --draft_checkpoint", field="draft_checkpoint")
+    name, draft, _ = _read_model(values, "draft_")
+    check_draft_objectives(config, draft, name)
+    return name, draft
+
+
 def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
-    """Return the model's name and the workload that the flags describe.
+    """Return the names of the models and the workload that the flags describe.
 
     Raises:
       InputError: no model is given, or the values contradict each other.
     """
     if (values.model is None) == (values.checkpoint is None):
         raise InputError(f"give one of --model={'|'.join(PRESETS)} and --checkpoint=DIR")
-    if values.model is not None:
-        name, config, stored = values.model, preset(values.model), "none"
-    else:
-        from checkpoints import open_folder
-
-        if not values.checkpoint:
-            raise InputError("--checkpoint is empty: name a folder, a URL or a Hub name")
-        folder = open_folder(values.checkpoint, weights=False)
-        name, config, stored = folder.name, parse_config(folder.config), folder.quantization
+    name, config, stored = _read_model(values)
+    draft = _read_draft(values, config)
     given = [f"--{flag}" for flag in _DECODING if values[flag].present]
     if config.objective == "autoregressive" and given:
         raise InputError(
             f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token"
         )
     block_length = config.attention_block_length or Workload.block_length
-    return name, Workload(
+    return name if draft is None else f"{name} with the draft model {draft[0]}", Workload(
         config,
         values.dtype or config.dtype,
         values.batch,
@@ -83,4 +128,5 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         values.quantize if stored == "none" else stored,
         values.draft_steps or 0,
         values.draft_axis or Workload.draft_axis,
+        None if draft is None else draft[1],
     )

@@ -15,6 +15,18 @@ from sharding.mesh import mesh_beside
 _FIELD = "draft_checkpoint"
 
 
+def check_draft_objectives(model: ModelConfig, draft: ModelConfig, name: str) -> None:
+    """Check that both models are autoregressive, which is all that their configurations tell about a draft model.
+
+    Raises:
+      InputError: one of them is not.
+    """
+    if model.objective != "autoregressive":
+        raise InputError(f"{name} cannot be a draft model: only autoregressive models have one", field=_FIELD)
+    if draft.objective != "autoregressive":
+        raise InputError(f"{name} cannot be a draft model: it is a diffusion model", field=_FIELD)
+
+
 def check_draft_model(
     model: ModelConfig, draft: ModelConfig, name: str, vocabularies: tuple[dict[str, int] | None, dict[str, int] | None]
 ) -> None:
@@ -29,10 +41,7 @@ def check_draft_model(
     Raises:
       InputError: a model is not autoregressive, or the vocabularies differ.
     """
-    if model.objective != "autoregressive":
-        raise InputError(f"{name} cannot be a draft model: only autoregressive models have one", field=_FIELD)
-    if draft.objective != "autoregressive":
-        raise InputError(f"{name} cannot be a draft model: it is a diffusion model", field=_FIELD)
+    check_draft_objectives(model, draft, name)
     own, other = vocabularies
     if own is None or other is None:
         if model.vocab_size != draft.vocab_size:

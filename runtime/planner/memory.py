@@ -28,7 +28,8 @@ def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memo
     )
     if workload.draft is None:
         return found
-    own = replace(workload, config=workload.draft, draft=None)
+    # A row may be longer than the draft model allows; its cache has as many positions all the same.
+    own = replace(workload, config=replace(workload.draft, max_positions=workload.config.max_positions), draft=None)
     return found.beside(estimate_memory(own, own.layout(layout.spec), chip))
 
 

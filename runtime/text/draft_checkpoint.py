@@ -15,20 +15,25 @@ from runtime.text.tokenizer import TextTokenizer
 
 
 def open_draft(
-    model: CheckpointFolder, draft: str | Path | CheckpointFolder, *, token: str | None = None, offline: bool = False
+    model: CheckpointFolder,
+    draft: str | Path | CheckpointFolder,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
 ) -> CheckpointFolder:
     """Open the checkpoint of a draft model, and check that it fits the model. No weights are read, no device is used.
 
     Args:
       model: the model's checkpoint.
       draft: the draft model's folder, URL or Hub name, or its opened checkpoint.
-      token, offline: see :func:`checkpoints.open_folder`.
+      revision, token, offline: see :func:`checkpoints.open_folder`.
 
     Raises:
       InputError: the folder has no autoregressive model with the model's vocabulary.
       CheckpointError: its files are incomplete.
     """
-    folder = open_folder(draft, token=token, offline=offline)
+    folder = open_folder(draft, revision=revision, token=token, offline=offline)
     config = parse_config(folder.config)
     own, other = TextTokenizer.from_folder(model), TextTokenizer.from_folder(folder)
     vocabularies = (None if own is None else own.vocabulary, None if other is None else other.vocabulary)

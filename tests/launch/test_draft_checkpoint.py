@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import pytest
+from absl import flags
 
 from checkpoints import DEMO
-from launch import generate
+from launch import batch, generate, serve
+from launch.flags.model import open_checkpoint, open_draft_checkpoint
 from runtime import Engine, SamplingConfig
 from tests.golden_cases import FOLDER
 from tests.launch.served import offline, served
@@ -55,6 +57,28 @@ def test_what_is_refused(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "it has another vocabulary" in fails(capsys, *common, f"--draft_checkpoint={other}")
     assert "--draft_checkpoint is empty" in fails(capsys, *common, "--draft_checkpoint=")
     assert "--draft_tokens requires --draft_checkpoint" in fails(capsys, *common, "--draft_tokens=2")
+    assert "--draft_revision requires --draft_checkpoint" in fails(capsys, *common, "--draft_revision=main")
+
+
+def test_each_model_has_its_own_revision(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all commands that generate, and in Python."""
+    fetched: list[tuple[str, str | None]] = []
+
+    def download(name: str, *, revision: str | None, **options: object) -> str:
+        fetched.append((name, revision))
+        return str(gpt2)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for command in (generate, batch, serve):
+        values = flags.FlagValues()
+        command.define_flags(values)
+        for own, revision in (([], None), (["--draft_revision=v2"], "v2")):
+            values(["command", "--checkpoint=a/model", "--revision=v1", "--draft_checkpoint=a/draft", *own])
+            folder, _ = open_checkpoint(values)
+            open_draft_checkpoint(values, folder)
+            assert fetched[-2:] == [("a/model", "v1"), ("a/draft", revision)]
+    Engine.load("a/model", "tensor=1", draft="a/draft", revision="v3", draft_revision="v4")
+    assert fetched[-2:] == [("a/model", "v3"), ("a/draft", "v4")]
 
 
 def test_a_batch_is_the_same_run_with_a_draft_model(

@@ -16,6 +16,7 @@ from checkpoints.folder import QUANTIZATION_KEY
 from launch import plan
 from launch.plans import search
 from runtime.planner.compiled import CompiledPhase
+from runtime.planner.presets import PRESETS
 from runtime.planner.workload import Workload
 from sharding.errors import OutOfMemoryError
 from sharding.mesh import MeshSpec
@@ -181,6 +182,20 @@ def test_without_the_compiler_the_analytical_part_works_alone(
             ["--model=qwen2.5-7b", "--topology=v5e:2x4", "--cache=dual", "--steps=8"],
             "--steps, --cache: qwen2.5-7b is autoregressive, and planned with a KV cache",
         ),
+        (["--topology=v5e:2x4", "--draft_model=qwen3-0.6b"], "qwen3-0.6b cannot be a draft model: only autoregressive"),
+        (
+            ["--model=qwen3-8b", "--topology=v5e:2x4", "--draft_model=diffucoder-7b"],
+            "diffucoder-7b cannot be a draft model: it is a diffusion model",
+        ),
+        (
+            ["--model=qwen3-8b", "--topology=v5e:2x4", "--draft_model=qwen3-0.6b", "--draft_checkpoint=x"],
+            "give one of --draft_model and --draft_checkpoint",
+        ),
+        (["--model=qwen3-8b", "--topology=v5e:2x4", "--draft_checkpoint="], "--draft_checkpoint is empty"),
+        (
+            ["--model=qwen3-8b", "--topology=v5e:2x4", "--draft_model=qwen3-0.6b", "--compile=1"],
+            "programs are compiled without a draft model",
+        ),
         (["--topology=v5e:2x4", "--steps=0"], "steps is 0; expected an integer from 1 to 65536"),
         (["--topology=v5e:2x4", "--block_length=0"], "block_length is 0; expected an integer from 1"),
         (["--topology=v5e:2x4", "--plot=/nowhere/at/all.png"], "no such folder"),
@@ -288,6 +303,23 @@ def test_a_checkpoint_is_planned_as_it_is_stored(capsys: pytest.CaptureFixture[s
         write_config(tmp_path, **({} if stored == "none" else {QUANTIZATION_KEY: stored}))
         sizes.append(memory())
     assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_a_draft_model_takes_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By name or from its folder; nothing is compiled, because the compiler would leave it out."""
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen3-0.6b"]))
+    found = []
+    for more in ([], ["--draft_model=qwen3-0.6b"], [f"--draft_checkpoint={tmp_path}"]):
+        arguments = ["plan", "--model=qwen3-8b", "--topology=v5e:2x2", "--mesh=tensor=4", "--json"]
+        plan.run([*arguments, *(more or ["--compile=0"])])
+        found.append(json.loads(capsys.readouterr().out))
+    alone, named, opened = (one["plans"][0]["meshes"][0]["estimated"] for one in found)
+    assert named == opened
+    assert named["memory"]["weights (draft model)"] > 0
+    assert named["memory"]["cache of keys and values (draft model)"] > 0
+    assert named["memory"]["weights"] == alone["memory"]["weights"]
+    assert named["tokens_per_second"] == alone["tokens_per_second"]
+    assert found[1]["model"] == "qwen3-8b with the draft model qwen3-0.6b"
 
 
 def test_the_demo_is_planned_from_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
