@@ -51,6 +51,8 @@ class PassCost:
       window: positions per row that a pass computes; None for all.
       share: with a window, additional cost per position of the bucket, for refreshes or for reading keys and values.
       canvases: without a window, canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
+      draft: cost model of a pass of the draft model, whose unit is a position of that model; None without one.
+      draft_passes: passes of the draft model before each pass, times the cost of its unit in units of this model.
     """
 
     floor: float
@@ -58,9 +60,14 @@ class PassCost:
     window: float | None = None
     share: float = 0.0
     canvases: int = 1
+    draft: PassCost | None = None
+    draft_passes: float = 0.0
 
     def __call__(self, bucket: Bucket) -> float:
-        """Return the cost of one pass over a bucket."""
+        """Return the cost of one pass over a bucket, with the draft model's passes before it."""
+        return self._own(bucket) + (0.0 if self.draft is None else self.draft_passes * self.draft(bucket))
+
+    def _own(self, bucket: Bucket) -> float:
         if self.window is None:
             return self.overhead + max(self.floor, self.canvases * bucket.positions)
         computed = bucket.rows * min(self.window, bucket.width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -203,13 +203,21 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
             return PassCost(floor, overhead)
         read = cache_bytes_per_device(layout, spec.data, spec.sequence, runner.cache_dtype)
         per_token = max(floor, 1) * read / weight_bytes(layout, runner.dtype)
-        return PassCost(floor, overhead, tokens_per_pass(config), per_token)
+        found = PassCost(floor, overhead, tokens_per_pass(config), per_token)
+        return found if runner.draft is None else _with_draft_model(found, runner, runner.draft, config.draft_tokens)
     if config.cache == "none":
         return PassCost(floor, overhead, canvases=canvases_of(config))
     length = config.block_length or DEFAULT_BLOCK_LENGTH
     # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. An exact cache
     # needs no refresh: its window is twice as wide instead.
     return PassCost(floor, overhead, length * canvases_of(config), 0.0 if config.cache == "exact" else 1 / length)
+
+
+def _with_draft_model(cost: PassCost, runner: Runner, draft: Runner, tokens: int) -> PassCost:
+    """Add the draft model's passes to the cost of a pass; each of them computes two positions of every row."""
+    # The time of a position is proportional to the weights that compute it.
+    unit = weight_bytes(draft.layout, draft.dtype) / weight_bytes(runner.layout, runner.dtype)
+    return replace(cost, draft=replace(pass_cost(draft, SamplingConfig()), window=2), draft_passes=tokens * unit)
 
 
 def pool_grid(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from runtime import (
 )
 from runtime.decoding.kinds import ParameterError
 from runtime.execution.autoregressive_slots import AutoregressiveSlots
+from runtime.execution.buckets import Bucket
 from runtime.execution.draft_models import check_draft_model, layout_beside
+from runtime.execution.pool import pass_cost
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.models.families import parse_config
 from runtime.models.random_weights import random_weights
@@ -251,3 +254,14 @@ def test_memory_counts_both_models() -> None:
     assert names["cache of keys and values (draft model)"] == other.resident[1].bytes > 0
     assert sum(names.values()) == sum(one.bytes for one in own.resident) + weights + other.resident[1].bytes
     assert drafted.max_rows(64, True, window=4) <= plain.max_rows(64, True, window=4)
+
+
+def test_the_cost_of_a_pass_counts_those_of_the_draft_model() -> None:
+    """Each draft is a pass over two positions of every row; one of a smaller model costs less."""
+    plain, bucket, config = Engine.load(QWEN3, "tensor=1").runner, Bucket(8, 64), GREEDY.replace(draft_tokens=3)
+    own = pass_cost(plain, config)
+    itself, other = (engine(draft=name).runner for name in ("itself", "other heads"))
+    once = replace(own, window=2)(bucket)
+    assert pass_cost(itself, config)(bucket) == pytest.approx(own(bucket) + 3 * once)
+    assert own(bucket) < pass_cost(other, config)(bucket) < pass_cost(itself, config)(bucket)
+    assert pass_cost(itself, GREEDY)(bucket) == pass_cost(plain, GREEDY)(bucket)
