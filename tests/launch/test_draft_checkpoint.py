@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from absl import flags
+from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO
 from launch import batch, generate, serve
@@ -20,6 +22,7 @@ from tests.golden_cases import FOLDER
 from tests.launch.served import offline, served
 from tests.launch.small_batches import launch, write
 from tests.launch.test_generate import fails
+from tests.launch.test_hosts import GENERATE, local, tokens
 
 PROMPT = "def is_even(number):\n    return"
 
@@ -94,6 +97,28 @@ def test_a_batch_is_the_same_run_with_a_draft_model(
     assert re.search(r"\d+ steps accepted from drafts", capsys.readouterr().err)
     assert (drafted / "sorted.jsonl").read_bytes() == (plain / "sorted.jsonl").read_bytes()
     launch(source, drafted, compiled, *more)  # continues the run, which is complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "tensor=4", "sequence=2,tensor=2"])
+@pytest.mark.parametrize("temperature", [0, 0.5])
+def test_two_hosts(
+    gpt2: Path, tmp_path: Path, mesh: str, temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes whose draft model is right now and then give the tokens of one process without drafts."""
+    noisy = Path(shutil.copytree(gpt2, tmp_path / "noisy"))
+    weights, noise = load_file(noisy / "model.safetensors"), np.random.default_rng(0)
+    changed = {
+        name: one + 0.05 * one.std() * noise.standard_normal(one.shape, np.float32) for name, one in weights.items()
+    }
+    save_file(changed, noisy / "model.safetensors")
+    arguments = [*GENERATE, f"--checkpoint={gpt2}", f"--mesh={mesh}", f"--temperature={temperature}", "--seed=3"]
+    generate.run(["generate", *arguments])
+    plain = tokens(capsys.readouterr().out)
+    done = local("launch.generate", *arguments, f"--draft_checkpoint={noisy}", processes=2, devices=2)
+    assert done.returncode == 0, done.stderr
+    assert tokens(done.stdout) == plain
+    assert re.search(r"\d+ steps accepted from drafts", done.stderr)
 
 
 def test_a_server_compiles_its_own_number(gpt2: Path) -> None:

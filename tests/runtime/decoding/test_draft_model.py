@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.prompt_lookup import margin
 from runtime import (
     DraftStats,
     Engine,
@@ -32,6 +33,7 @@ from runtime.execution.autoregressive_slots import AutoregressiveSlots
 from runtime.execution.buckets import Bucket
 from runtime.execution.draft_models import check_draft_model, layout_beside
 from runtime.execution.pool import pass_cost
+from runtime.execution.rows import row_seeds
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.models.families import parse_config
 from runtime.models.random_weights import random_weights
@@ -113,6 +115,22 @@ def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
 def test_a_draft_model_of_another_shape(mesh: str) -> None:
     """Its heads are divided in another way, and it has fewer positions than a row."""
     check(engine(mesh, "other heads"), SAMPLED, 2, without_drafts("sampled"), "draft_tokens")
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_bfloat16(name: str) -> None:
+    """Rounding may decide otherwise in a pass over several tokens; any other difference fails."""
+    config, own, (ids, mask) = CONFIGS[name], Engine.load(QWEN3, "tensor=1", "bfloat16", draft=noisy()), ragged()
+    plain = own.generate_tokens(ids, mask, config)
+    found = own.generate_tokens(ids, mask, config.replace(draft_tokens=3))
+    assert found.stats.accepted_steps > 0
+    for row, seed in enumerate(row_seeds(config.seed, len(LENGTHS))):
+        length = LENGTHS[row]
+        expected, tokens = (one.sequences[row, -length - NEW :] for one in (plain, found))
+        if (gap := margin(own, tokens, expected, length, config.replace(seed=[seed]))) is not None:
+            largest = np.abs(own.logits(expected[None])).max() / (config.temperature or 1.0)
+            assert gap <= largest * 2.0**-7, "the unit of bfloat16 at the largest logit"
+    assert (found.sequences == plain.sequences).mean() > 0.5
 
 
 @pytest.mark.slow
