@@ -64,6 +64,26 @@ def test_a_small_run_and_its_estimates(tmp_path: Path) -> None:
     assert "Estimated: diffucoder-7b in bfloat16, one completion of 256 + 256 tokens" in table
 
 
+@pytest.mark.slow
+def test_agreement_with_rounding_is_reported(tmp_path: Path) -> None:
+    """In bfloat16, and with int8 weights and an int8 cache: how many prompts and tokens are equal."""
+    names = [name for name, mode in MODES.items() if mode.dtype == "bfloat16" or mode.quantize == "int8"]
+    assert {MODES[name].kv_cache for name in names} == {"model", "int8"}
+    with optimized():
+        run(tmp_path, f"--modes={','.join(names)}", "--other_prompts=3", "--new_tokens=24")
+    rows = json.loads((tmp_path / "drafts.json").read_text())["results"]
+    assert [(row["mode"], row["draft_steps"]) for row in rows] == [(name, count) for name in names for count in (0, 3)]
+    lines = fill_tables("<!-- table: drafts.json -->\n<!-- end of table -->\n", tmp_path).splitlines()
+    for name, plain, drafted in zip(names, rows[::2], rows[1::2], strict=True):
+        assert "equal_tokens" not in plain
+        assert 0 <= drafted["differing"] <= 3
+        assert (drafted["equal_tokens"] == 1.0) or drafted["differing"]
+        # Rounding changes few decisions; drafts of another canvas or with other bits would change most tokens.
+        assert drafted["equal_tokens"] > 0.5
+        (line,) = [line for line in lines if line.startswith(f"| `{name}` | 3 |")]
+        assert f"| {3 - drafted['differing']} of 3 | {drafted['equal_tokens']:.2%} |" in line
+
+
 def test_latencies() -> None:
     rows = {(row["machine"], row["mesh"], row["draft_steps"]): row for row in draft_plans.latencies({1: 0.5, 7: 1.0})}
     for machine, mesh, axis in draft_plans.MACHINES:
