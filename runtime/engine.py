@@ -96,8 +96,7 @@ class Engine(TokenEngine):
           rows: expected number of rows per batch, a hint for the default mesh.
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
           draft: folder, URL or Hub name of a draft model with the same vocabulary, which has the same options.
-          revision, draft_revision: branch, tag or commit on the Hub, of the model and of the draft model.
-          token, offline: access token of the Hub; ``offline`` forbids network access.
+          revision, draft_revision, token, offline: Hub revisions and access token; ``offline`` forbids network access.
           verify: ``full`` checks the digests, if there are any; ``sizes`` only shapes and dtypes; ``none`` nothing.
           progress: function that is called with the number of bytes read so far and the total number of bytes.
 
@@ -106,12 +105,10 @@ class Engine(TokenEngine):
         """
         check_options(dtype=dtype, attention=attention, kv_cache=kv_cache, quantize=quantize, verify=verify)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        folder = open_folder(path, revision=revision, token=token, offline=offline, lora=lora)
+        folder, drafting = _open_models(path, lora, draft, (revision, draft_revision), token, offline)
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype
-        hub: dict[str, Any] = {"revision": draft_revision, "token": token, "offline": offline}
-        drafting = None if draft is None else open_draft(folder, draft, **hub)
         fitting: dict[str, Any] = {"stored": stored, "rows": rows, "quantize": kept_quantization(folder, quantize)}
         fitting["draft"] = None if drafting is None else parse_config(drafting.config)
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, **fitting)
@@ -277,3 +274,17 @@ class Engine(TokenEngine):
         texts, after = ([text] if isinstance(text, str) else text for text in (prompts, suffixes))
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(texts, ids, mask, result, stop, after)
+
+
+def _open_models(
+    path: str | Path | CheckpointFolder,
+    lora: str | Path | CheckpointFolder | None,
+    draft: str | Path | CheckpointFolder | None,
+    revisions: tuple[str | None, str | None],
+    token: str | None,
+    offline: bool,
+) -> tuple[CheckpointFolder, CheckpointFolder | None]:
+    """Open the checkpoints of a model and of its draft model, None without one, each at its own revision."""
+    hub: dict[str, Any] = {"token": token, "offline": offline}
+    folder = open_folder(path, revision=revisions[0], lora=lora, **hub)
+    return folder, None if draft is None else open_draft(folder, draft, revision=revisions[1], **hub)
