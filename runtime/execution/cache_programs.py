@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from runtime.models.cache_rows import put_row, row_spec, take_row
 from runtime.models.declarations import ModelLayout
-from runtime.models.kv_cache import Cache, abstract_cache, put_row, row_spec, take_row
+from runtime.models.kv_cache import Cache, abstract_cache
 
 Array = jax.Array
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from runtime.models.arrays import Leaf, abstract, array, declarations
+from runtime.models.arrays import Leaf, abstract, array
 from runtime.models.declarations import ModelLayout
 from runtime.models.quantization import int8_scales, int8_values
 from runtime.models.splash_blocks import LANES
@@ -29,7 +29,6 @@ from sharding.errors import InputError
 
 Array = jax.Array
 CACHE_DTYPES = ("model", "bfloat16", "float32", "int8")
-_FLOAT_BYTES = 4
 
 
 @flax.struct.dataclass
@@ -150,7 +149,8 @@ def _on_shards(layout: ModelLayout, write: Callable[..., Array], where: Array, *
     return run
 
 
-def _with_default_layout(array: Array) -> Array:
+def with_default_layout(array: Array) -> Array:
+    """Keep the dimensions of an array in their order in memory."""
     # Without this constraint, the compiler may change the memory layout of the whole cache to suit the written array,
     # and change it back for the readers.
     return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
@@ -166,7 +166,7 @@ def _write_rows(shard: Any, stack: Array, first: Array, new: Array, layer: Array
     place: list[Any] = [layer, jnp.maximum(first[0], 0), *[0] * (stack.ndim - 2)]
     old = jax.lax.dynamic_slice(stack, place, (1, *new.shape))
     piece = jnp.where(first[0] >= 0, new[None], old)
-    return jax.lax.dynamic_update_slice(stack, _with_default_layout(piece), place)
+    return jax.lax.dynamic_update_slice(stack, with_default_layout(piece), place)
 
 
 def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Array) -> Array:
@@ -190,12 +190,12 @@ def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Arr
     rows = jnp.arange(new.shape[0]) if spans.shape[1] == 2 else spans[:, 2]
     rows, heads = rows[:, None, None], jnp.arange(new.shape[2])
     if stack.ndim == 5:
-        return _with_default_layout(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
+        return with_default_layout(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
     # Scales: a scatter of single numbers would make the compiler copy the scales of all layers. One layer's scales are
     # small, so they are read, changed and written back.
     own = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
     own = own.at[rows, heads, places[..., None]].set(new, mode="drop")
-    return jax.lax.dynamic_update_index_in_dim(stack, _with_default_layout(own), layer, 0)
+    return jax.lax.dynamic_update_index_in_dim(stack, with_default_layout(own), layer, 0)
 
 
 def stored(name: str, new: Array, dtype: Any) -> dict[str, Array]:
@@ -275,7 +275,7 @@ def _copy_row(shard: Any, stack: Array, rows: Array) -> Array:
     del shard
     source, target = jnp.maximum(rows[0, 0], 0), jnp.maximum(rows[0, 1], 0)
     piece = jax.lax.dynamic_slice_in_dim(stack, jnp.where(rows[0].min() < 0, target, source), 1, axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(stack, _with_default_layout(piece), target, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(stack, with_default_layout(piece), target, axis=1)
 
 
 def copy_row(layout: ModelLayout, cache: Cache, source: Array, target: Array) -> Cache:
@@ -294,120 +294,11 @@ def copy_row(layout: ModelLayout, cache: Cache, source: Array, target: Array) ->
         return copied
 
 
-def _axis(layout: ModelLayout, name: str) -> tuple[tuple[str, ...], Any]:
-    """Return the mesh axes (of more than one device) that shard a logical axis, and this device's index on them."""
-    axes = tuple(axis for axis in layout.rules.mesh_axes(name) if layout.mesh_axis_sizes[axis] > 1)
-    return axes, jax.lax.axis_index(axes) if axes else 0
-
-
-def _parts(cache: Cache) -> tuple[KVCache, ...]:
-    return cache if isinstance(cache, tuple) else (cache,)
-
-
-def _packed(cache: Cache) -> Array:
-    """Concatenate all arrays of a cache into one, ``[L, B, K, T, ...]``: keys, values, then the bits of the scales."""
-    layers = []
-    for part in _parts(cache):
-        stacks: list[Array] = [part.keys, part.values]
-        for scales in (part.key_scales, part.value_scales):
-            if scales is not None:
-                stacks.append(jax.lax.bitcast_convert_type(scales, part.keys.dtype))
-        layers.append(jnp.concatenate(stacks, axis=-1))
-    return jnp.concatenate(layers)
-
-
-def _unpacked(packed: Array, like: Cache) -> Cache:
-    """Invert :func:`_packed`, with the layer structure of the cache ``like``."""
-    found, first, size = [], 0, _parts(like)[0].keys.shape[-1]
-    for part in _parts(like):
-        own = packed[first : first + part.keys.shape[0]]
-        first += part.keys.shape[0]
-        scales = [
-            jax.lax.bitcast_convert_type(own[..., start : start + _FLOAT_BYTES], jnp.float32)
-            for start in range(2 * size, own.shape[-1], _FLOAT_BYTES)
-        ]
-        found.append(KVCache(own[..., :size], own[..., size : 2 * size], *scales))
-    return tuple(found) if isinstance(like, tuple) else found[0]
-
-
-def _on_mesh(layout: ModelLayout, function: Callable[..., Any], specs: Any, out: Any, *arguments: Any) -> Any:
+def on_mesh(layout: ModelLayout, function: Callable[..., Any], specs: Any, out: Any, *arguments: Any) -> Any:
     """Call ``function`` on each device with the device's shards of the arguments."""
     if layout.mesh is None or layout.mesh.size == 1:
         return function(*arguments)
     return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
-
-
-def _specs(layout: ModelLayout, cache: Cache) -> Cache:
-    if isinstance(cache, tuple):
-        return tuple(_specs(layout, part) for part in cache)  # type: ignore[misc]
-    there = {name: one for name, one in declarations(KVCache).items() if getattr(cache, name) is not None}
-    return KVCache(**{name: layout.rules.spec(*one.axes) for name, one in there.items()})
-
-
-def take_row(layout: ModelLayout, cache: Cache, row: Array, length: int) -> Array:
-    """Copy one row of every layer out of a cache, in a form that :func:`put_row` can write into another cache.
-
-    The copy is replicated over ``data`` and ``sequence``. If the rows or positions are sharded, this takes one
-    all-reduce.
-
-    Args:
-      layout: the model on its mesh.
-      cache: the cache to read.
-      row: int32, index of the row among all rows.
-      length: number of positions of the copy, at least as many as in the cache. Additional positions are zero.
-
-    Returns:
-      All arrays of the row, concatenated: ``[L, 1, K, length, ...]``.
-    """
-
-    def take(row: Array, cache: Cache) -> Array:
-        own, positions = _parts(cache)[0].keys.shape[1], cache_length(cache)
-        batch, shard = _axis(layout, "batch")
-        sequence, part = _axis(layout, "length")
-        piece = _packed(jax.tree.map(lambda stack: jax.lax.dynamic_slice_in_dim(stack, row % own, 1, axis=1), cache))
-        piece = jnp.where(row // own == shard, piece, jnp.zeros((), piece.dtype))
-        whole = jnp.zeros((*piece.shape[:3], length, piece.shape[4]), piece.dtype)
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, part * positions, axis=3)
-        return jax.lax.psum(whole, (*batch, *sequence)) if batch or sequence else whole
-
-    with jax.named_scope("cache_take"):
-        taken: Array = _on_mesh(layout, take, (PartitionSpec(), _specs(layout, cache)), row_spec(layout), row, cache)
-        return taken
-
-
-def put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> Cache:
-    """Replace a row of a cache by a row from :func:`take_row`, without communication.
-
-    Args:
-      layout: the model on its mesh.
-      cache: the cache to update.
-      row: int32, index of the row to replace among all rows.
-      taken: the copied row, with at least as many positions as the cache.
-    """
-
-    def put(row: Array, taken: Array, cache: Cache) -> Cache:
-        own, positions = _parts(cache)[0].keys.shape[1], cache_length(cache)
-        _, shard = _axis(layout, "batch")
-        _, part = _axis(layout, "length")
-        piece = _unpacked(jax.lax.dynamic_slice_in_dim(taken, part * positions, positions, axis=3), cache)
-
-        def write(stack: Array, new: Array) -> Array:
-            old = jax.lax.dynamic_slice_in_dim(stack, row % own, 1, axis=1)
-            new = jnp.where(row // own == shard, new, old)
-            return jax.lax.dynamic_update_slice_in_dim(stack, _with_default_layout(new), row % own, axis=1)
-
-        written: Cache = jax.tree.map(write, cache, piece)
-        return written
-
-    specs = _specs(layout, cache)
-    with jax.named_scope("cache_put"):
-        written: Cache = _on_mesh(layout, put, (PartitionSpec(), row_spec(layout), specs), specs, row, taken, cache)
-        return written
-
-
-def row_spec(layout: ModelLayout) -> PartitionSpec:
-    """Return the partition spec of a row that :func:`take_row` returns."""
-    return layout.rules.spec("layers", None, "kv_heads", None, "head_dim")
 
 
 def write_window(
@@ -447,7 +338,7 @@ def _one_row(layout: ModelLayout, layer: KVCache, row: Array) -> KVCache:
 
     place = layout.rules.spec("batch", "kv_heads", "length", "head_dim")
     specs = jax.tree.map(lambda part: PartitionSpec(*place[: part.ndim]), layer)
-    found: KVCache = _on_mesh(layout, take, (layout.rules.spec("batch"), specs), specs, row, layer)
+    found: KVCache = on_mesh(layout, take, (layout.rules.spec("batch"), specs), specs, row, layer)
     return found
 
 
