@@ -275,7 +275,7 @@ def gumbel_noise(keys: Array, vocab: int) -> Array:
 
 
 def _draw(forward: Forward, logits: Array, keys: Array) -> Array:
-    """Sample a token for each position from logits ``[B, P, V]``, by the Gumbel-max method."""
+    """Sample a token for each position from logits ``[..., V]`` and keys ``[...]``, by the Gumbel-max method."""
 
     def draw(logits: Array, keys: Array) -> Array:
         return vocab_argmax(logits + gumbel_noise(keys, logits.shape[-1]))[1]
@@ -349,6 +349,26 @@ def choose_tokens(
     Returns:
       Tokens int32 ``[B, P]``, -1 where a logit is not finite, and confidences float32 ``[B, P]``.
     """
+    if logits.shape[1] > 1:
+        return _choose_tokens(forward, rule, ("batch", "canvas"), logits, keys, temperature, top_p, top_k)
+    # The rows of a [B, V] array fill the registers of a TPU. Of a [B, 1, V] array, the compiler puts only one row into
+    # a register, which has room for eight.
+    settings = (value[:, 0] if value.ndim == 2 else value for value in (temperature, top_p, top_k))
+    chosen = _choose_tokens(forward, rule, ("batch",), logits[:, 0], keys[:, 0], *settings)
+    return chosen[0][:, None], chosen[1][:, None]
+
+
+def _choose_tokens(
+    forward: Forward,
+    rule: SamplingRule,
+    dimensions: tuple[str, ...],
+    logits: Array,
+    keys: Array,
+    temperature: Array,
+    top_p: Array,
+    top_k: Array,
+) -> tuple[Array, Array]:
+    """Choose tokens from ``[B, P, V]`` or ``[B, V]``; ``dimensions`` are the logical dimensions of the results."""
     dtype = jnp.dtype(rule.confidence_dtype)
     with jax.named_scope("choose_tokens"):
         logits = _round(logits, dtype)
@@ -374,13 +394,13 @@ def choose_tokens(
             logits, confidence = jax.lax.optimization_barrier((logits, confidence))
             is_warm = jnp.broadcast_to(warm, (*keys.shape, 1))[..., 0]
             # Without this constraint, the compiler gathers both candidate tokens on every shard and selects there.
-            tokens = forward.constrain(jnp.where(is_warm, _draw(forward, logits, keys), tokens), "batch", "canvas")
+            tokens = forward.constrain(jnp.where(is_warm, _draw(forward, logits, keys), tokens), *dimensions)
             if rule.confidence not in ("entropy", "topk_margin"):
                 confidence = _softmax(pick(logits, tokens)[..., None], sums, dtype)[..., 0]
         if rule.confidence == "low_confidence" and (rule.sampled or rule.filtered):
             confidence = _probability(_where_chosen(plain, tokens), tokens, dtype)
         # Without this constraint, the compiler gathers the comparison's result too.
-        return forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), "batch", "canvas"), confidence
+        return forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), *dimensions), confidence
 
 
 def _probability(logits: Array, tokens: Array, dtype: Any) -> Array:
