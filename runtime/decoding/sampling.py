@@ -35,10 +35,8 @@ TOKEN_STREAM, TRANSFER_STREAM = 0, 1
 _FIXED_POINT = float(1 << 30)
 # One pass over the vocabulary finds this many bits of a threshold, by comparing against 7 candidates.
 _BITS_PER_PASS = 3
-# On a single CPU device comparisons cost more than passes, so one pass finds 2 bits with 3 candidates.
-_BITS_PER_PASS_CPU = 2
-# Integer sums per pass: a probability mass and a token count for each candidate.
-SUMS_PER_PASS = 2 * ((1 << _BITS_PER_PASS) - 1)
+# Where comparisons cost more than passes, one pass finds 2 bits with 3 candidates; see :func:`bits_per_pass`.
+_FEWER_BITS_PER_PASS = 2
 # On a single CPU device, random bits are generated for this many positions at a time.
 _NOISY_POSITIONS = 4
 _ENTROPY_EPSILON = 1e-10
@@ -153,29 +151,49 @@ def _per_row(value: Array, ndim: int) -> Array:
     return value if value.ndim == 0 else value.reshape(*value.shape, *(1,) * (ndim - value.ndim))
 
 
-def threshold_passes(dtype: Any, bits_per_pass: int = _BITS_PER_PASS) -> int:
-    """Return how many passes over the vocabulary the threshold search needs for logits rounded to ``dtype``."""
-    return math.ceil(8 * jnp.dtype(dtype).itemsize / bits_per_pass)
+def bits_per_pass(device_kind: str, devices: int) -> int:
+    """Return how many bits of a threshold one pass over the vocabulary finds.
+
+    Three bits take 11 passes for 32 bits and 6 for 16, and 77 or 42 comparisons of each logit. Two bits take 16 and 8
+    passes, but only 48 and 24 comparisons. They are faster on a single CPU device and on TPU v4, whose cores have half
+    the vector units of later TPUs: by the schedules of compiled programs, comparisons take longer there than reading
+    the logits, both in decode, where the logits are on-chip, and in denoise steps, where they are not.
+
+    Args:
+      device_kind: JAX's name for the devices.
+      devices: number of devices.
+    """
+    few = device_kind == "TPU v4" or (device_kind == "cpu" and devices == 1)
+    return _FEWER_BITS_PER_PASS if few else _BITS_PER_PASS
+
+
+def threshold_passes(dtype: Any, bits: int) -> int:
+    """Return the passes over the vocabulary in a search with ``bits`` per pass, for logits rounded to ``dtype``."""
+    return math.ceil(8 * jnp.dtype(dtype).itemsize / bits)
+
+
+def threshold_candidates(dtype: Any, bits: int) -> int:
+    """Return how many candidates all passes of that search try. Each takes two sums: a probability mass and a count."""
+    return threshold_passes(dtype, bits) * ((1 << bits) - 1)
 
 
 def filter_logits(
-    logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.float32, bits_per_pass: int = _BITS_PER_PASS
+    logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.float32, bits: int = _BITS_PER_PASS
 ) -> Array:
     """Apply top-p and top-k: find the lowest logit to keep, and set all lower ones to -inf.
 
     Top-p keeps a token if the probability mass strictly above it is at most ``top_p``, so the token that crosses the
     threshold is kept. Top-k keeps a token if fewer than ``top_k`` tokens are strictly above it, so ties with the k-th
     token are kept. Both conditions are monotone in the logit, so together they amount to one threshold. The search
-    finds it from the highest bit down, three bits per pass over the vocabulary: 11 passes for 32 bits, 6 for 16. On a
-    single CPU device, :func:`choose_tokens` asks for two bits: 16 and 8 passes. The threshold does not depend on the
-    number of bits per pass.
+    finds it from the highest bit down, a few bits per pass over the vocabulary; see :func:`bits_per_pass`. The
+    threshold does not depend on their number.
 
     Args:
       logits: float32 ``[..., V]``, already divided by the temperature.
       top_p: float32 scalar or ``[B]``; 1 turns the filter off.
       top_k: int32 scalar or ``[B]``; the vocabulary size or more turns the filter off.
       dtype: the precision to which ``logits`` have been rounded.
-      bits_per_pass: bits of the threshold that one pass finds.
+      bits: bits of the threshold that one pass finds.
 
     Returns:
       float32 ``[..., V]``.
@@ -187,13 +205,12 @@ def filter_logits(
     masses = jnp.round(_softmax(logits, _softmax_sums(logits), dtype) * _FIXED_POINT).astype(jnp.int32)
     # The sum of rounded probabilities may exceed 1 by a few units, so top_p = 1 is handled separately.
     allowed = jnp.where(top_p >= 1.0, jnp.iinfo(jnp.int32).max, jnp.round(top_p * _FIXED_POINT)).astype(jnp.int32)
-    bits = jnp.dtype(dtype).itemsize * 8
-    passes = threshold_passes(dtype, bits_per_pass)
+    width, passes = jnp.dtype(dtype).itemsize * 8, threshold_passes(dtype, bits)
 
     def search(number: Array, lowest: Array) -> Array:
         """Extend ``lowest``, the threshold's known high bits as uint32, by the bits that one pass finds."""
-        shift = jnp.uint32(32 - bits) + bits_per_pass * (passes - 1 - number).astype(jnp.uint32)
-        digits = [jnp.uint32(digit) for digit in range(1, 1 << bits_per_pass)]
+        shift = jnp.uint32(32 - width) + bits * (passes - 1 - number).astype(jnp.uint32)
+        digits = [jnp.uint32(digit) for digit in range(1, 1 << bits)]
         candidates = [_signed(lowest + (digit << shift) - 1)[..., None] for digit in digits]
         # Each candidate is compared twice: XLA on TPU would write a comparison that two sums share to memory.
         masses_above = [jnp.where(keys <= candidate, 0, masses) for candidate in candidates]
@@ -204,7 +221,7 @@ def filter_logits(
             for mass, count in zip(sums[: len(digits)], sums[len(digits) :], strict=True)
         ]
         # The first pass may have fewer bits left; digits that do not fit into them are ignored.
-        bits_left = jnp.minimum(32 - shift, bits_per_pass)
+        bits_left = jnp.minimum(32 - shift, bits)
         exist = [digit >> bits_left == 0 for digit in digits]
         digit = sum((one & there).astype(jnp.uint32) for one, there in zip(missed, exist, strict=True))
         return lowest + (digit << shift)
@@ -380,8 +397,7 @@ def _choose_tokens(
         if rule.sampled:
             logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
         if rule.filtered:
-            bits_per_pass = _BITS_PER_PASS_CPU if forward.is_single_cpu else _BITS_PER_PASS
-            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass)
+            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices))
         sums = _softmax_sums(logits)
         probabilities = _softmax(logits, sums, dtype)
         if rule.replace_mask:

@@ -94,6 +94,12 @@ class Forward:
         return replace(self, layout=replace(self.layout, config=config))
 
     @property
+    def devices(self) -> tuple[str, int]:
+        """JAX's name for the devices of the mesh, and their number; an empty name without a mesh."""
+        mesh = self.layout.mesh
+        return ("", 1) if mesh is None else (mesh.devices.flat[0].device_kind, mesh.size)
+
+    @property
     def is_single_cpu(self) -> bool:
         """Whether the mesh is a single CPU device, for which some operations are written as faster loops."""
         mesh = self.layout.mesh

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
-from runtime.decoding.sampling import threshold_passes
+from runtime.decoding.sampling import bits_per_pass, threshold_candidates, threshold_passes
 from runtime.execution.memory import Memory
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
@@ -285,28 +285,33 @@ class Estimate:
         diffusion = workload.config.objective == "masked_diffusion"
         # Arrays of the threshold search that fit into on-chip memory cause no traffic.
         outside = max(0, _THRESHOLD_ARRAYS - chip.fast_memory_bytes // logits) if diffusion else 0
-        passes = _LOGIT_PASSES + threshold_passes(workload.sampling_rule().confidence_dtype) * outside
+        passes = (
+            _LOGIT_PASSES + threshold_passes(workload.sampling_rule().confidence_dtype, self._search_bits) * outside
+        )
         flops = 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
         share, vector = (ACHIEVABLE_FLOPS, 0.0)
         if chip.platform == "tpu":
-            shards = phase.head_shards(layout)
-            numbers = phase.rows * padded(phase.chunk // shards) * layout.size_per_device("vocab") * phase.chunks
-            share, vector = _TPU_HEAD, choice_seconds(chip, numbers, self._search_passes, phase.chunk == 1)
+            positions, vocab = phase.chunk // phase.head_shards(layout), layout.size_per_device("vocab")
+            rule = workload.sampling_rule()
+            candidates = threshold_candidates(rule.confidence_dtype, self._search_bits) if rule.filtered else 0
+            seconds = choice_seconds(chip, phase.rows, positions, vocab, candidates)
+            share, vector = _TPU_HEAD, seconds * phase.chunks
         return (
             self._stage("head", flops, head_bytes(layout, jnp.dtype(workload.dtype)), share),
             self._stage("choice of tokens", 0.0, logits * phase.chunks * passes, compute_seconds=vector),
         )
 
     @property
-    def _search_passes(self) -> int:
-        """Passes of the threshold search for each head chunk."""
-        rule = self.workload.sampling_rule()
-        return threshold_passes(rule.confidence_dtype) if rule.filtered else 0
+    def _search_bits(self) -> int:
+        """Bits of a threshold that one pass of the threshold search finds."""
+        return bits_per_pass(self.topology.chip.device_kind, self.layout.spec.size)
 
     def _launches(self, phase: Phase) -> tuple[Stage, ...]:
         if self.topology.chip.platform != "gpu":
             return ()
-        seconds = launch_seconds(self.workload.config.num_layers, self._search_passes * phase.chunks)
+        rule = self.workload.sampling_rule()
+        passes = threshold_passes(rule.confidence_dtype, self._search_bits) if rule.filtered else 0
+        seconds = launch_seconds(self.workload.config.num_layers, passes * phase.chunks)
         return (self._stage("launches", 0.0, 0.0, compute_seconds=seconds),)
 
     def _seconds(self, one: Collective) -> float:

@@ -30,16 +30,14 @@ _WINDOW, _LANES = 8, 128
 # running sums, and divides by them at the end.
 _SPLASH_PRODUCTS, _SPLASH_OPS = 0.957, 7000
 
-# Vector operations per logit: to draw random bits, take exponentials and logarithms and find maxima, and in each pass
-# of the threshold search.
-_CHOICE_OPS, _SEARCH_OPS = 310, 50
-# The latter if each row has a single position. The logits then fill one of a register's eight rows.
-_SEARCH_OPS_OF_ONE = 640
+# Vector operations per logit: to draw random bits, take exponentials and logarithms and find maxima, and for each
+# candidate of the threshold search.
+_CHOICE_OPS, _CANDIDATE_OPS = 310, 50 / 7
 
 # Seconds from the end of a GPU kernel to the start of the next (assumed), and kernels of a layer and of a pass of the
 # threshold search, counted in programs that were compiled for H200.
 LAUNCH_SECONDS = 1e-6
-_KERNELS_OF_LAYER = _KERNELS_OF_SEARCH = 19
+_KERNELS_OF_LAYER, _KERNELS_OF_SEARCH = 21, 5
 
 
 def padded(positions: int) -> int:
@@ -76,17 +74,18 @@ def splash_seconds(chip: Chip, flops: float, queries: float) -> float:
     return flops / (chip.flops * _SPLASH_PRODUCTS) + queries * _SPLASH_OPS / _VECTOR_OPS[chip.name]
 
 
-def choice_seconds(chip: Chip, logits: float, passes: int, alone: bool) -> float:
+def choice_seconds(chip: Chip, rows: int, positions: int, vocab: float, candidates: int) -> float:
     """Return the seconds that a TPU's vector units take to choose tokens.
 
     Args:
       chip: type of the chip.
-      logits: number of logits on the device, padding included.
-      passes: passes of the threshold search; 0 without filters.
-      alone: whether each row has a single position.
+      rows: rows on the device.
+      positions: positions of each row. Single positions of several rows share registers.
+      vocab: logits of a position on the device.
+      candidates: candidates of the threshold search in all passes; 0 without filters.
     """
-    search = _SEARCH_OPS_OF_ONE if alone else _SEARCH_OPS
-    return logits * (_CHOICE_OPS + passes * search) / _VECTOR_OPS[chip.name]
+    computed = rows * padded(positions) if positions > 1 else -(-rows // _SUBLANES) * _SUBLANES
+    return computed * vocab * (_CHOICE_OPS + candidates * _CANDIDATE_OPS) / _VECTOR_OPS[chip.name]
 
 
 def launch_seconds(layers: int, passes: float) -> float:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from runtime.decoding.sampling import SUMS_PER_PASS, SamplingRule, threshold_passes
+from runtime.decoding.sampling import SamplingRule, bits_per_pass, threshold_candidates, threshold_passes
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload
@@ -57,12 +57,13 @@ class Collective:
     hidden: float = 0.0
 
 
-def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
+def choose_tokens_reductions(rule: SamplingRule, ranked: bool, bits: int) -> int:
     """Return how many 4-byte numbers are reduced across the vocabulary's shards to choose one position's token.
 
     Args:
       rule: the sampling rule.
       ranked: whether confidences are computed too.
+      bits: bits of a threshold that one pass over the vocabulary finds.
     """
     softmax = 1 + _DIGITS
     token = 2  # a maximum, and the lowest index that has it
@@ -70,7 +71,7 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
     if rule.sampled:
         count += token
     if rule.filtered:
-        count += softmax + threshold_passes(rule.confidence_dtype) * SUMS_PER_PASS
+        count += softmax + 2 * threshold_candidates(rule.confidence_dtype, bits)
     if not ranked:
         return count
     if rule.confidence == "entropy":
@@ -106,9 +107,10 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
         found.append(Collective("all-reduce", ("sequence",), size, 1, "outputs of the block"))
     if layout.spec.tensor > 1:
         rule, ranked = workload.sampling_rule(), workload.config.objective == "masked_diffusion"
-        numbers = choose_tokens_reductions(rule, ranked)
+        bits = bits_per_pass(wiring.topology.chip.device_kind, layout.spec.size)
+        numbers = choose_tokens_reductions(rule, ranked, bits)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
-        rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype) if rule.filtered else 0)
+        rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype, bits) if rule.filtered else 0)
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums", rounds=rounds))
     # If every data shard has all rows, it knows by itself what they agree on.
     return found if workload.divides_drafts else found + _loop_conditions(layout, platform, phase, wiring.slices)

@@ -14,7 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.sampling import filter_logits, vocab_sum
+from runtime.decoding.sampling import (
+    bits_per_pass,
+    filter_logits,
+    threshold_candidates,
+    threshold_passes,
+    vocab_sum,
+)
 from tests.runtime.decoding.token_choices import (
     MESHES,
     PADDED,
@@ -114,6 +120,19 @@ def test_filters_are_those_of_halving(mesh: str, dtype: str, seed: int, kind: st
     expected, *found = filters(mesh, dtype)(logits, np.float32(top_p), np.int32(top_k))
     for one in found:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(expected))
+
+
+@pytest.mark.parametrize("device_kind", ["TPU v4", "TPU v5 lite", "TPU v5", "NVIDIA H100 80GB HBM3", "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_vector_units_compare_less(device_kind: str, dtype: str) -> None:
+    """At most 11 passes (6 for 16 bits), except on TPU v4, where more passes with fewer comparisons are faster."""
+    bits = bits_per_pass(device_kind, 4)
+    found = threshold_passes(dtype, bits), threshold_candidates(dtype, bits)
+    wide = dtype == "float32"
+    if device_kind == "TPU v4":
+        assert found == ((16, 48) if wide else (8, 24))
+    else:
+        assert found == ((11, 77) if wide else (6, 42))
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", 11), ("bfloat16", 6), ("float16", 6)])
