@@ -37,7 +37,7 @@ _CHOICE_OPS, _CANDIDATE_OPS = 310, 50 / 7
 # Seconds from the end of a GPU kernel to the start of the next (assumed), and kernels of a layer and of a pass of the
 # threshold search, counted in programs that were compiled for H200.
 LAUNCH_SECONDS = 1e-6
-_KERNELS_OF_LAYER, _KERNELS_OF_SEARCH = 21, 5
+_KERNELS_OF_LAYER, _KERNELS_OF_SEARCH = 19, 5
 
 
 def padded(positions: int) -> int:

@@ -110,6 +110,14 @@ def test_the_cache_is_updated_in_place(kind: str, mesh: str, cache_dtype: str) -
         assert memory.temp_size_in_bytes < 0.5 * size
 
 
+def test_logits_of_single_positions_share_registers() -> None:
+    """In decode, the logits of eight rows fill a register; as ``[B, 1, V]``, a row would take one of its own."""
+    layout, program = compiled("decode", "tensor=8", "bfloat16")
+    text, vocab = program.as_text(), layout.size_per_device("vocab")
+    assert re.search(rf"s32\[{B},{vocab}\]{{1,0:T\(8,128\)", text)
+    assert not re.findall(rf"\w+\[{B},1,{vocab}\]{{2,1,0:T\(1,128\)", text)
+
+
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
 def test_a_cache_of_narrow_heads_is_laid_out_once(cache_dtype: str) -> None:
     """GPT-2's heads of 64 numbers are padded to 128, so programs read and write the cache as it is."""

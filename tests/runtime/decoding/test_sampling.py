@@ -23,6 +23,7 @@ from tests.runtime.decoding.token_choices import (
     B,
     P,
     choose,
+    choose_program,
     forward,
     padded,
     rule,
@@ -174,6 +175,27 @@ def test_choices_are_the_same_to_the_bit_on_every_mesh(confidence: str) -> None:
     for mesh, (tokens, confidences) in found.items():
         np.testing.assert_array_equal(tokens, found["tensor=1"][0], err_msg=mesh)
         np.testing.assert_array_equal(confidences, found["tensor=1"][1], err_msg=mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("confidence", ["entropy", "low_confidence", "topk_margin"])
+def test_single_positions_are_chosen_as_among_others(mesh: str, confidence: str) -> None:
+    """A position alone, without its axis inside, has the token and the confidence that it has among others."""
+    generator = np.random.default_rng(5)
+    logits = padded(generator.normal(0, 3, (B, P, VOCAB)))
+    words = generator.integers(0, 1 << 32, (B, P, 2), dtype=np.uint32)
+    settings = [
+        generator.choice([0.0, 0.5, 1.5], (B, P)).astype(np.float32),
+        generator.uniform(0.3, 1, (B, P)).astype(np.float32),
+        generator.integers(1, VOCAB, (B, P), dtype=np.int32),
+    ]
+    program = choose_program(mesh, rule(confidence, sampled=True, filtered=True))
+    tokens, confidences = program(vocab_sharded(mesh, logits), words, *settings)
+    for place in range(P):
+        one = slice(place, place + 1)
+        alone = program(vocab_sharded(mesh, logits[:, one]), words[:, one], *(value[:, one] for value in settings))
+        np.testing.assert_array_equal(np.asarray(alone[0]), np.asarray(tokens[:, one]))
+        np.testing.assert_array_equal(np.asarray(alone[1]), np.asarray(confidences[:, one]))
 
 
 def test_noise_does_not_depend_on_padding() -> None:
