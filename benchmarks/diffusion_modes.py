@@ -1,23 +1,24 @@
-"""Speed and quality of each decoding mode: the demo checkpoint completes its held-out prompts.
+"""Cost, speed and quality of each decoding mode: the demo checkpoint writes functions that are then executed.
 
   python -m benchmarks.diffusion_modes                       one prompt at a time, as a table and a plot
-  python -m benchmarks.diffusion_modes --prompts=20 --modes=exact,fast_dllm,dual_threshold
+  python -m benchmarks.diffusion_modes --prompts=20 --modes=exact,fast_dllm,dual_threshold_32
 
-Every mode completes the same prompts, greedily, one at a time. Speed is measured on the first few prompts, repeatedly,
-with the modes taking turns, after a warm-up with the same shapes. Cost is reported as forward passes and computed
-positions per token and as tokens per second. Quality is reported as the share of completions that parse, with its 95 %
-interval; agreement with the held-out originals and with the completions of the exact algorithm; and a Monte Carlo bound
-of the nats per token under the exact model (Sahoo et al., 2024), with the same noise for all modes.
+Every mode completes the same held-out tasks, greedily, one at a time, and ends a row at its end token (``_full_canvas``
+does not). A task is passed if its one completion passes all tests in a limited child process (pass@1). Two modes count
+as equally good if the 95 % interval of the difference on the same tasks lies above -2 points. Also reported: the share
+of completions that parse, their agreement with those of the exact algorithm, and a Monte Carlo bound of the nats per
+token under the exact model (Sahoo et al., 2024), with the same noise for all modes. Cost is reported as forward passes
+and computed positions per token and as tokens per second; speed is measured on the first few prompts, repeatedly, with
+the modes taking turns, after a warm-up with the same shapes.
 
 ``fast_dllm``, the Fast-dLLM baseline, is the dual cache with the threshold rule as published (Wu et al., 2025), batch
 1: a full forward pass at each block's start commits the block's first token, then forward passes over the block alone
-commit the tokens that reach the threshold. With ``_stop`` it checks for an end token after each block, where our modes
-of that name check after each step. ``fast_dllm_preset`` is the same rule in our loop.
+commit the tokens that reach the threshold. It checks for an end token after each block, where our modes check after
+each step. ``fast_dllm_preset`` is the same rule in our loop.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import statistics
@@ -30,9 +31,10 @@ import jax
 import numpy as np
 from absl import flags
 
-from benchmarks.demo_quality import parses, read_held_out, wilson_interval
+from benchmarks.demo_quality import read_held_out
 from benchmarks.fast_dllm_baseline import FastDLLMBaseline
 from benchmarks.mode_plots import draw_modes
+from benchmarks.mode_quality import paired_difference, pareto_front, quality, recommended
 from benchmarks.records import (
     Timing,
     build_record,
@@ -51,8 +53,9 @@ from runtime.execution.rows import bucket_length
 from runtime.models.kv_cache import cache_bytes_per_device, cache_dtype
 from sharding.errors import InputError
 
-# Number of noised copies of each completion, for the bound of its likelihood
-_COPIES = 8
+TASKS = "held_out_tasks.jsonl"
+# The mode with Fast-dLLM's published setting: blocks of 32, the dual cache and a threshold of 0.9.
+PUBLISHED = "fast_dllm_preset"
 
 
 @dataclass(frozen=True)
@@ -73,96 +76,64 @@ class Mode:
     dtype: str = "float32"
     kv_cache: str = "model"
     baseline_block: int = 32
-    baseline_stops: bool = False
+    baseline_stops: bool = True
 
 
 _THRESHOLD = {"parallel": "threshold", "algorithm": "maskgit_plus"}
-_STOP = {"cache": "dual", "block_length": 8, "early_stop": True, **_THRESHOLD}
-_ONCE = {**_STOP, "refresh_blocks": 0}
+_DUAL_8 = {"cache": "dual", "block_length": 8, **_THRESHOLD}
+_ONCE = {**_DUAL_8, "refresh_blocks": 0}
+_FAST_DLLM = {"block_rule": "fast_dllm", "cache": "dual", **_THRESHOLD}
+_FULL = {"early_stop": False}
 MODES = {
+    "exact_full_canvas": Mode(_FULL),
     "exact": Mode({}),
     "exact_bfloat16": Mode({}, dtype="bfloat16"),
     "exact_int8": Mode({}, "int8"),
-    "exact_early_stop": Mode({"early_stop": True}),
     "blocks_32": Mode({"block_length": 32}),
     "dual_32": Mode({"cache": "dual", "block_length": 32}),
     "dual_32_refresh_8": Mode({"cache": "dual", "block_length": 32, "refresh_interval": 8}),
     "dual_8": Mode({"cache": "dual", "block_length": 8}),
     "prefix_32": Mode({"cache": "prefix", "block_length": 32}),
-    "threshold": Mode({"block_length": 32, **_THRESHOLD}),
+    "threshold_32": Mode({"block_length": 32, **_THRESHOLD}),
     "fast_dllm": Mode(None),
-    "fast_dllm_preset": Mode({"block_rule": "fast_dllm", "cache": "dual", "block_length": 32, **_THRESHOLD}),
+    PUBLISHED: Mode({**_FAST_DLLM, "block_length": 32}),
     "fast_dllm_8": Mode(None, baseline_block=8),
-    "fast_dllm_8_stop": Mode(None, baseline_block=8, baseline_stops=True),
-    "dual_threshold": Mode({"cache": "dual", "block_length": 32, **_THRESHOLD}),
+    "fast_dllm_preset_8": Mode({**_FAST_DLLM, "block_length": 8}),
+    "fast_dllm_8_full_canvas": Mode(None, baseline_block=8, baseline_stops=False),
+    "fast_dllm_preset_8_full_canvas": Mode({**_FAST_DLLM, "block_length": 8, **_FULL}),
+    "dual_threshold_32": Mode({"cache": "dual", "block_length": 32, **_THRESHOLD}),
     "dual_threshold_16": Mode({"cache": "dual", "block_length": 16, **_THRESHOLD}),
-    "dual_threshold_8": Mode({"cache": "dual", "block_length": 8, **_THRESHOLD}),
-    "dual_threshold_8_stop": Mode(_STOP),
-    "dual_threshold_8_stop_at_0.5": Mode({**_STOP, "threshold": 0.5}),
-    "dual_factor_8_stop": Mode({**_STOP, "parallel": "factor"}),
-    "dual_frechet_8_stop": Mode({**_STOP, "parallel": "frechet"}),
-    "dual_entropy_bound_8_stop": Mode({**_STOP, "parallel": "entropy_bound"}),
-    "dual_threshold_8_stop_decay": Mode({**_STOP, "threshold_decay": 0.5}),
-    "dual_threshold_8_stop_suffix": Mode({**_STOP, "suffix_window": 16}),
-    "dual_threshold_8_stop_2": Mode({**_STOP, "refresh_blocks": 2}),
-    "dual_threshold_8_stop_once": Mode(_ONCE),
-    "dual_threshold_8_stop_once_bfloat16": Mode(_ONCE, dtype="bfloat16"),
-    "dual_threshold_8_stop_once_int8": Mode(_ONCE, "int8"),
-    "dual_threshold_8_stop_once_int8_cache": Mode(_ONCE, "int8", kv_cache="int8"),
+    "dual_threshold_8": Mode(_DUAL_8),
+    "dual_threshold_8_at_0.5": Mode({**_DUAL_8, "threshold": 0.5}),
+    "dual_factor_8": Mode({**_DUAL_8, "parallel": "factor"}),
+    "dual_frechet_8": Mode({**_DUAL_8, "parallel": "frechet"}),
+    "dual_entropy_bound_8": Mode({**_DUAL_8, "parallel": "entropy_bound"}),
+    "dual_threshold_8_decay": Mode({**_DUAL_8, "threshold_decay": 0.5}),
+    "dual_threshold_8_suffix": Mode({**_DUAL_8, "suffix_window": 16}),
+    "dual_threshold_8_refresh_2": Mode({**_DUAL_8, "refresh_blocks": 2}),
+    "dual_threshold_8_once": Mode(_ONCE),
+    "dual_threshold_8_once_bfloat16": Mode(_ONCE, dtype="bfloat16"),
+    "dual_threshold_8_once_int8": Mode(_ONCE, "int8"),
+    "dual_threshold_8_once_int8_cache": Mode(_ONCE, "int8", kv_cache="int8"),
 }
 # Intermediate modes, which run only if --modes names them.
-_BETWEEN = ("blocks_32", "dual_threshold_16", "dual_threshold_8_stop_2")
+_BETWEEN = ("blocks_32", "dual_threshold_16", "dual_threshold_8_refresh_2")
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
-    flags.DEFINE_string("checkpoint", "checkpoints/demo", "Folder with held_out.jsonl in it.", flag_values=values)
-    flags.DEFINE_integer("prompts", 200, "Held-out prompts to complete.", 1, 10000, flag_values=values)
+    flags.DEFINE_string("checkpoint", "checkpoints/demo", f"Folder with {TASKS} in it.", flag_values=values)
+    flags.DEFINE_integer("prompts", 600, "Held-out tasks to complete.", 1, 10000, flag_values=values)
     flags.DEFINE_integer("new_tokens", 64, "Masks appended.", 1, 4096, flag_values=values)
-    flags.DEFINE_integer("trials", 5, "Rounds in which every mode is timed.", 1, 1000, flag_values=values)
+    flags.DEFINE_integer("trials", 3, "Rounds in which every mode is timed.", 1, 1000, flag_values=values)
     flags.DEFINE_integer("timed_prompts", 20, "Prompts per round.", 1, 10000, flag_values=values)
     flags.DEFINE_list("modes", [name for name in MODES if name not in _BETWEEN], "Which modes.", flag_values=values)
     flags.DEFINE_integer("cores", None, "Processor cores to use. Default: all.", 1, flag_values=values)
     flags.DEFINE_string(
-        "plot", None, "Where to draw speed against quality. Default: beside the record.", flag_values=values
+        "plot", None, "Where to draw cost against quality. Default: beside the record.", flag_values=values
     )
     define_record_flags(values)
     define_profiling_flags(values)
-
-
-def likelihood(
-    engine: Engine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], new_tokens: int
-) -> float:
-    """Return a Monte Carlo upper bound of the nats per token of completions under the model.
-
-    Every call uses the same noise.
-
-    Completions have at most ``new_tokens`` tokens.
-    """
-    generator = np.random.default_rng(0)
-    mask = engine.config.mask_token_id
-    nats = tokens = 0.0
-    for first in range(0, len(prompts), 32):
-        rows, weights = [], []
-        for prompt, new in zip(prompts[first : first + 32], completions[first : first + 32], strict=True):
-            for copy in range(_COPIES):
-                ratio = (copy + 0.5) / _COPIES
-                noised = generator.random(new_tokens)[: len(new)] < ratio
-                rows.append((prompt, new, noised))
-                weights.append(noised / ratio / _COPIES)
-            tokens += len(new)
-        width = max(len(prompt) + len(new) for prompt, new, _ in rows)
-        ids, targets = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.int32)
-        real = np.zeros_like(ids)
-        for place, (prompt, new, noised) in enumerate(rows):
-            own = len(prompt) + len(new)
-            targets[place, width - own :] = np.concatenate([prompt, new])
-            ids[place, width - own :] = np.concatenate([prompt, np.where(noised, mask, new)])
-            real[place, width - own :] = 1
-        scores = engine.score(ids, targets, real)
-        for score, weight in zip(scores, weights, strict=True):
-            nats -= float((score[width - len(weight) :] * weight).sum()) if len(weight) else 0.0
-    return nats / max(tokens, 1)
 
 
 def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np.ndarray], tuple[np.ndarray, int, int]]:
@@ -235,38 +206,52 @@ def cache_bytes(engine: Engine, mode: Mode, length: int) -> int:
     return cache_bytes_per_device(engine.layout, 1, bucket_length(length), cache_dtype(mode.kv_cache, engine.dtype))
 
 
+def _points(found: dict[str, Any] | None) -> str:
+    """Format the result of :func:`benchmarks.mode_quality.paired_difference` in percentage points."""
+    if found is None:
+        return ""
+    low, high = found["interval"]
+    return f"{100 * found['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
 def modes_table(record: dict[str, Any]) -> str:
     """Convert a record to a Markdown table with a row per mode."""
     results, settings, machine = record["results"], record["settings"], record["machine"]
     exact = results.get("exact")
+    front = pareto_front(results)
     lines = [
-        "| mode | tokens/s | speed vs exact | forwards/token | positions/token | positions vs exact | parses (95 %) "
-        "| similarity to held-out text | similarity to exact | nats/token | weights MB | cache MB |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| mode | passes (95 %) | points more than exact (95 %) | points more than Fast-dLLM (95 %) | tokens/s "
+        "| speed vs exact | forwards/token | positions/token | positions vs exact | parses | similarity to exact "
+        "| nats/token | weights MB | cache MB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in results.items():
         faster = ""
         if "of_exact" in row:
             faster = f"{row['of_exact']:.1f}x ({row['of_exact_minimum']:.1f} to {row['of_exact_maximum']:.1f})"
         fewer = "" if exact is None else f"1/{exact['positions_per_token'] / row['positions_per_token']:.1f}"
-        low, high = row["parse_rate_95"]
+        low, high = row["passed_rate_95"]
         cells = [
-            f"`{name}`",
+            f"**`{name}`**" if name in front else f"`{name}`",
+            f"{row['passed_rate']:.1%} ({low:.1%} to {high:.1%})",
+            _points(row.get("to_exact")),
+            _points(row.get("to_published")),
             f"{row['tokens_per_second']:.0f} ± {row['tokens_per_second_deviation']:.0f}",
             faster,
             f"{row['forwards_per_token']:.2f}",
             f"{row['positions_per_token']:.1f}",
             fewer,
-            f"{row['parse_rate']:.2f} ({low:.2f} to {high:.2f})",
-            f"{row['held_out_agreement']:.2f}",
+            f"{row['parsed_rate']:.1%}",
             "" if row["exact_agreement"] is None else f"{row['exact_agreement']:.2f}",
             f"{row['nats_per_token']:.2f}",
             f"{row['weight_bytes'] / 1e6:.1f}",
             f"{row['cache_bytes'] / 1e6:.1f}" if "cache_bytes" in row else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    goals = "; ".join(f"{goal}: `{name}`" for goal, name in recommended(results).items())
+    lines += ["", f"In bold: no other mode passes more tasks with fewer computed positions. Per goal: {goals}."]
     where = (
-        f"{settings['prompts']} prompts, {settings['new_tokens']} masks each, one at a time, {settings['cores']} CPU "
+        f"{settings['prompts']} tasks, {settings['new_tokens']} masks each, one at a time, {settings['cores']} CPU "
         f"cores; speed over {settings['trials']} rounds of {settings['timed_prompts']} prompts, modes taking turns "
         "(mean ± deviation; speed vs exact: median, minimum, maximum of the rounds)"
     )
@@ -294,66 +279,29 @@ def check_flags(values: flags.FlagValues) -> None:
         raise InputError("the plot needs matplotlib: pip install 'diffumesh[bench]'")
 
 
-def agreement(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Return the mean similarity of pairs of token sequences, from 0 to 1."""
-    pairs = zip(ones, others, strict=True)
-    return float(np.mean([difflib.SequenceMatcher(None, one, two, autojunk=False).ratio() for one, two in pairs]))
-
-
-def quality(
-    scorer: Engine,
-    held_out: Sequence[dict[str, str]],
-    prompts: Sequence[np.ndarray],
-    made: Sequence[np.ndarray],
-    exact: Sequence[np.ndarray] | None,
-    new_tokens: int,
-) -> dict[str, Any]:
-    """Return the quality of completions: parse rate, agreement with held-out text and exact decoding, and likelihood.
-
-    Args:
-      scorer: the engine that scores the completions.
-      held_out: rows with a ``prompt`` and a ``completion``.
-      prompts: their prompts in tokens.
-      made: the completions of one mode.
-      exact: completions of the exact algorithm, if it ran.
-      new_tokens: largest number of tokens of a completion.
-    """
-    encode, decode = scorer.tokenizer.encode, scorer.tokenizer.decode
-    texts = [decode(new.tolist()) for new in made]
-    parsed = sum(parses(row["prompt"] + text) for row, text in zip(held_out, texts, strict=True))
-    originals = [encode(row["completion"].strip()) for row in held_out]
-    return {
-        "parse_rate": parsed / len(prompts),
-        "parse_rate_95": [round(bound, 4) for bound in wilson_interval(parsed, len(prompts))],
-        "held_out_agreement": agreement(originals, [encode(text.strip()) for text in texts]),
-        "exact_agreement": None
-        if exact is None
-        else agreement([one.tolist() for one in exact], [two.tolist() for two in made]),
-        "nats_per_token": likelihood(scorer, prompts, made, new_tokens),
-    }
-
-
 def print_row(name: str, row: dict[str, Any]) -> None:
     """Print one line with a mode's results."""
     print(
         f"{name:<28} {row['tokens_per_second']:7.1f} ± {row['tokens_per_second_deviation']:4.1f} tok/s "
         f"{row['forwards_per_token']:6.3f} fwd/tok {row['positions_per_token']:7.1f} pos/tok  "
-        f"parse {row['parse_rate']:.3f} [{row['parse_rate_95'][0]:.3f}, {row['parse_rate_95'][1]:.3f}]  "
+        f"passed {row['passed_rate']:.3f} [{row['passed_rate_95'][0]:.3f}, {row['passed_rate_95'][1]:.3f}]  "
         f"nats {row['nats_per_token']:.3f}",
         flush=True,
     )
 
 
-def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Run every mode on the held-out prompts, then time the modes in turn. Return the results by mode."""
-    base = DiffusionConfig(max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy")
+def measure(values: flags.FlagValues, tasks: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run every mode on the held-out tasks, then time the modes in turn. Return the results by mode."""
+    base = DiffusionConfig(
+        max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy", early_stop=True
+    )
 
     @functools.cache
     def engine_of(dtype: str, quantize: str, kv_cache: str) -> Engine:
         return Engine.load(values.checkpoint, "tensor=1", dtype, quantize=quantize, kv_cache=kv_cache)
 
     scorer = engine_of("float32", "none", "model")
-    prompts = [np.array(scorer.tokenizer.encode(row["prompt"]), np.int32) for row in held_out]
+    prompts = [np.array(scorer.tokenizer.encode(row["prompt"]), np.int32) for row in tasks]
     timed = prompts[: values.timed_prompts]
     results: dict[str, dict[str, Any]] = {}
     rounds: dict[str, Callable[[], Any]] = {}
@@ -370,15 +318,17 @@ def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dic
         exact = made if name == "exact" else exact
         results[name] = {
             **cost,
-            **quality(scorer, held_out, prompts, made, exact, base.max_new_tokens),
+            **quality(scorer, tasks, prompts, made, exact, base.max_new_tokens),
             "weight_bytes": engine.layout.bytes_per_device(mode.dtype),
             "cache_bytes": cache_bytes(engine, mode, max(map(len, prompts)) + base.max_new_tokens),
         }
         this_host().mark()
-        parsed = round(results[name]["parse_rate"] * len(prompts))
-        print(f"{name}: {len(prompts)} prompts completed, {parsed} parse", flush=True)
+        print(f"{name}: {results[name]['passed']} of {len(prompts)} tasks passed", flush=True)
     timings = time_alternating(rounds, values.trials, warmup=1)
     for name, row in results.items():
+        for key, other in (("to_exact", "exact"), ("to_published", PUBLISHED)):
+            if other in results:
+                row[key] = paired_difference(row["passes"], results[other]["passes"])
         row |= speeds(timings[name], timings.get("exact"), tokens[name], tokens.get("exact", 0))
         print_row(name, row)
     return results
@@ -389,17 +339,17 @@ def main(values: flags.FlagValues) -> None:
     check_flags(values)
     cores = use_cores(values.cores)
     notes = load_notes()
-    held_out = read_held_out(Path(values.checkpoint))[: values.prompts]
-    results = measure(values, held_out)
+    tasks = read_held_out(Path(values.checkpoint), TASKS)[: values.prompts]
+    results = measure(values, tasks)
     record = build_record(
         "diffusion_modes",
         kind="measured",
         settings={
-            "prompts": len(held_out),
+            "prompts": len(tasks),
             "new_tokens": values.new_tokens,
             "modes": values.modes,
             "trials": values.trials,
-            "timed_prompts": min(len(held_out), values.timed_prompts),
+            "timed_prompts": min(len(tasks), values.timed_prompts),
             "cores": cores,
         },
         results=results,

@@ -57,8 +57,7 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     ),
     "diffusion_modes": (
         modes_table,
-        "which functions work (`benchmarks.demo_quality`); batches; a model of billions of parameters, in which a "
-        "threshold may commit more tokens per step.",
+        "batches; a model of billions of parameters, in which a threshold may commit more tokens per step.",
     ),
     "drafts": (
         drafts_table,

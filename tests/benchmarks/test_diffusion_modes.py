@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ import pytest
 from absl import flags
 
 from benchmarks import diffusion_modes
-from benchmarks.diffusion_modes import likelihood, modes_table, speeds
+from benchmarks.diffusion_modes import PUBLISHED, modes_table, speeds
 from benchmarks.fast_dllm_baseline import FastDLLMBaseline
+from benchmarks.mode_quality import likelihood, paired_difference, pareto_front, recommended
 from benchmarks.records import Timing
 from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine
@@ -114,16 +116,20 @@ def test_a_small_run(tmp_path: Path) -> None:
         "--prompts=2",
         "--trials=2",
         "--timed_prompts=1",
-        "--modes=exact,fast_dllm_8_stop,dual_threshold_8_stop",
+        f"--modes=exact,{PUBLISHED},fast_dllm_8,dual_threshold_8",
     ]
     values(["diffusion_modes", *arguments, "--new_tokens=32", f"--output_dir={tmp_path}"])
     diffusion_modes.main(values)
     record = json.loads((tmp_path / "diffusion_modes.json").read_text())
-    assert list(record["results"]) == ["exact", "fast_dllm_8_stop", "dual_threshold_8_stop"]
+    assert list(record["results"]) == ["exact", PUBLISHED, "fast_dllm_8", "dual_threshold_8"]
     assert record["results"]["exact"]["of_exact"] == 1.0
+    assert record["results"]["exact"]["to_exact"]["difference"] == 0.0
+    assert all(len(row["passes"]) == 2 and row["passed"] == sum(row["passes"]) for row in record["results"].values())
+    # With wrong texts, none would pass.
+    assert all(row["passed"] for row in record["results"].values())
     assert all(row["forwards_per_token"] > 0 and row["tokens_per_second"] > 0 for row in record["results"].values())
     assert (tmp_path / "diffusion_modes.png").stat().st_size > 10_000
-    assert modes_table(record).count("\n| `") == 3
+    assert modes_table(record).count("`** | ") + modes_table(record).count("\n| `") == 4
 
 
 def test_a_likelihood_of_long_completions() -> None:
@@ -133,20 +139,48 @@ def test_a_likelihood_of_long_completions() -> None:
     assert 0 < found < 50
 
 
+def test_modes_are_compared_on_the_same_tasks() -> None:
+    theirs = [1] * 480 + [0] * 120
+    same = paired_difference(theirs, theirs)
+    assert (same["difference"], same["equal"]) == (0.0, True)
+    assert same["interval"] == [-0.0033, 0.0033]
+    # 6 lost, 4 won: the interval is that of McNemar's discordant pairs, not that of two independent shares.
+    ours = [0] * 6 + [1] * 478 + [0] * 116
+    found = paired_difference(ours, theirs)
+    assert found["difference"] == pytest.approx(-2 / 600, abs=1e-4)
+    assert found["interval"] == pytest.approx([-0.0141, 0.0075], abs=1e-4)
+    assert found["equal"]
+    assert not paired_difference([0] * 20 + [1] * 480 + [0] * 100, [1] * 500 + [0] * 100)["equal"]
+
+
+def test_modes_that_no_other_mode_beats() -> None:
+    def row(positions: float, passed: int, speed: float, equal: bool) -> dict[str, Any]:
+        return {
+            "positions_per_token": positions, "passed": passed, "tokens_per_second": speed,
+            "to_exact": {"equal": equal}, "passed_rate": passed / 600, "passed_rate_95": [0.1, 0.9],
+        }  # fmt: skip
+
+    results = {
+        "exact": row(90.0, 500, 100.0, True),
+        "a": row(40.0, 495, 200.0, True),
+        "dominated": row(50.0, 490, 210.0, False),
+        "b": row(10.0, 400, 900.0, False),
+        "like b": row(10.0, 400, 950.0, False),
+    }
+    assert pareto_front(results) == ["b", "a", "exact"]
+    assert recommended(results) == {"exact": "exact", "no measured loss": "a", "fastest": "like b"}
+
+
 def test_cells_of_the_table() -> None:
     row = {
-        **{
-            "tokens_per_second": 30.0,
-            "tokens_per_second_deviation": 2.0,
-            "forwards_per_token": 2.0,
-            "positions_per_token": 100.0,
-            "parse_rate": 0.7,
-        },
-        **{"parse_rate_95": [0.6, 0.8], "held_out_agreement": 0.41, "exact_agreement": None, "nats_per_token": 1.5},
-        **{"weight_bytes": 24_000_000, "cache_bytes": 0},
-    }
+        "tokens_per_second": 30.0, "tokens_per_second_deviation": 2.0, "forwards_per_token": 2.0,
+        "positions_per_token": 100.0, "passed": 2, "passed_rate": 0.7, "passed_rate_95": [0.6, 0.8],
+        "parsed_rate": 0.9, "exact_agreement": None, "nats_per_token": 1.5, "weight_bytes": 24_000_000,
+        "cache_bytes": 0,
+    }  # fmt: skip
     faster = row | {"of_exact": 3.0, "of_exact_minimum": 2.8, "of_exact_maximum": 3.1}
     faster |= {"tokens_per_second": 90.0, "positions_per_token": 20.0, "exact_agreement": 0.52}
+    faster |= {"to_exact": {"difference": -0.015, "interval": [-0.0301, 0.001], "equal": False}}
     record = {
         "results": {"exact": row, "dual": faster},
         "settings": {"prompts": 3, "new_tokens": 64, "cores": 2, "trials": 5, "timed_prompts": 2},
@@ -158,14 +192,16 @@ def test_cells_of_the_table() -> None:
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert lines[-1] == "Note: the machine was busy."
     assert lines[3].startswith(
-        "| `dual` | 90 ± 2 | 3.0x (2.8 to 3.1) | 2.00 | 20.0 | 1/5.0 | 0.70 (0.60 to 0.80) | 0.41 | 0.52 |"
+        "| **`dual`** | 70.0% (60.0% to 80.0%) | -1.5 (-3.0 to +0.1) |  | 90 ± 2 | 3.0x (2.8 to 3.1) | 2.00 | 20.0 "
+        "| 1/5.0 | 90.0% | 0.52 |"
     )
+    assert "Per goal: exact: `exact`; fastest: `dual`." in lines[5]
 
 
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("--checkpoint=/nowhere", "held_out.jsonl"),
+        ("--checkpoint=/nowhere", "held_out_tasks.jsonl"),
         ("--modes=exact,warp", "warp"),
         ("--new_tokens=40", "a multiple of its blocks of 32"),
         ("--plot=/dev/null/speed.png", "not a folder"),
