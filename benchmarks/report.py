@@ -22,10 +22,10 @@ from absl import flags
 
 from benchmarks.attention import attention_table
 from benchmarks.autoregressive import autoregressive_table
-from benchmarks.diffusion_modes import modes_table
 from benchmarks.drafts import drafts_table
 from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
+from benchmarks.mode_tables import modes_table
 from benchmarks.overload import overload_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling

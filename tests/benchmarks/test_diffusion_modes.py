@@ -13,9 +13,15 @@ import pytest
 from absl import flags
 
 from benchmarks import diffusion_modes
-from benchmarks.diffusion_modes import PUBLISHED, modes_table, speeds
+from benchmarks.decoding_modes import MODES, PUBLISHED
+from benchmarks.demo_quality import share
+from benchmarks.diffusion_modes import speeds
 from benchmarks.fast_dllm_baseline import FastDLLMBaseline
-from benchmarks.mode_quality import likelihood, paired_difference, pareto_front, recommended
+from benchmarks.loop_times import beside_baseline, median_interval
+from benchmarks.mode_comparison import half_the_positions, paired_difference, pareto_front, recommended
+from benchmarks.mode_plots import draw_modes
+from benchmarks.mode_quality import likelihood, passes
+from benchmarks.mode_tables import modes_table
 from benchmarks.records import Timing
 from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine
@@ -112,24 +118,47 @@ def test_speeds_of_rounds() -> None:
 def test_a_small_run(tmp_path: Path) -> None:
     values = flags.FlagValues()
     diffusion_modes.define_flags(values)
-    arguments = [
-        "--prompts=2",
-        "--trials=2",
-        "--timed_prompts=1",
-        f"--modes=exact,{PUBLISHED},fast_dllm_8,dual_threshold_8",
-    ]
+    names = ["exact", PUBLISHED, "dual_8"]
+    arguments = ["--prompts=2", "--trials=2", "--timed_prompts=1", f"--modes={','.join(names)}"]
     values(["diffusion_modes", *arguments, "--new_tokens=32", f"--output_dir={tmp_path}"])
     diffusion_modes.main(values)
     record = json.loads((tmp_path / "diffusion_modes.json").read_text())
-    assert list(record["results"]) == ["exact", PUBLISHED, "fast_dllm_8", "dual_threshold_8"]
-    assert record["results"]["exact"]["of_exact"] == 1.0
-    assert record["results"]["exact"]["to_exact"]["difference"] == 0.0
-    assert all(len(row["passes"]) == 2 and row["passed"] == sum(row["passes"]) for row in record["results"].values())
+    results = record["results"]
+    assert list(results) == names
+    assert results["exact"]["of_exact"] == 1.0
+    assert results["exact"]["to_exact"]["difference"] == 0.0
+    assert all(len(row["passes"]) == 2 and row["passed"] == sum(row["passes"]) for row in results.values())
     # With wrong texts, none would pass.
-    assert all(row["passed"] for row in record["results"].values())
-    assert all(row["forwards_per_token"] > 0 and row["tokens_per_second"] > 0 for row in record["results"].values())
+    assert all(row["passed"] for row in results.values())
+    assert all(row["forwards_per_token"] > 0 and row["tokens_per_second"] > 0 for row in results.values())
+    assert record["recommended"]["exact"]["mode"] == "exact"
+    assert record["recommended"]["fastest"]["mode"] in names
+    for found in results[PUBLISHED]["beside_baseline"].values():
+        assert found["tokens_equal"] == 1.0
+        assert found["pairs"] == 2
+    # Without early stop, both loops make the same passes.
+    same = results[PUBLISHED]["beside_baseline"]["full canvas"]
+    assert same["ours"]["forwards_per_token"] == same["baseline"]["forwards_per_token"]
     assert (tmp_path / "diffusion_modes.png").stat().st_size > 10_000
-    assert modes_table(record).count("`** | ") + modes_table(record).count("\n| `") == 4
+    table = modes_table(record)
+    assert table.count("\n| `") + table.count("\n| **`") == 5, "a row per mode, and two of the loops"
+
+
+def test_a_written_function_is_executed() -> None:
+    code = "def double(number):\n    return 2 * number\n"
+    assert passes(code, ("assert double(3) == 6",))
+    assert not passes(code, ("assert double(3) == 7",))
+    assert not passes("def double(number):\n    return open\n", ("assert double(3) == 6",))
+
+
+def test_every_mode_is_a_valid_configuration() -> None:
+    base = DiffusionConfig(max_new_tokens=64, steps=64, algorithm="entropy", early_stop=True)
+    for mode in MODES.values():
+        config = base.replace(**mode.changes)
+        assert config.early_stop, "all modes end rows alike"
+        assert mode.flags().startswith(f"--algorithm={config.algorithm} ")
+    published = DiffusionConfig.fast_dllm(64, early_stop=True)
+    assert base.replace(**MODES[PUBLISHED].changes) == published
 
 
 def test_a_likelihood_of_long_completions() -> None:
@@ -153,49 +182,90 @@ def test_modes_are_compared_on_the_same_tasks() -> None:
     assert not paired_difference([0] * 20 + [1] * 480 + [0] * 100, [1] * 500 + [0] * 100)["equal"]
 
 
-def test_modes_that_no_other_mode_beats() -> None:
-    def row(positions: float, passed: int, speed: float, equal: bool) -> dict[str, Any]:
-        return {
-            "positions_per_token": positions, "passed": passed, "tokens_per_second": speed,
-            "to_exact": {"equal": equal}, "passed_rate": passed / 600, "passed_rate_95": [0.1, 0.9],
-        }  # fmt: skip
+def row_of(positions: float, passed: int, speed: float, equal: bool) -> dict[str, Any]:
+    return {
+        **share("passed", passed, 600), **share("parse", 590, 600), "positions_per_token": positions,
+        "tokens_per_second": speed, "tokens_per_second_deviation": 2.0, "forwards_per_token": 2.0,
+        "to_exact": {"difference": -0.015, "interval": [-0.0301, 0.001], "equal": equal},
+        "to_published": {"difference": 0.02, "interval": [0.01, 0.03], "equal": passed >= 490},
+        "nats_per_token": 1.5, "weight_bytes": 24_000_000, "cache_bytes": 0,
+    }  # fmt: skip
 
-    results = {
-        "exact": row(90.0, 500, 100.0, True),
-        "a": row(40.0, 495, 200.0, True),
-        "dominated": row(50.0, 490, 210.0, False),
-        "b": row(10.0, 400, 900.0, False),
-        "like b": row(10.0, 400, 950.0, False),
-    }
-    assert pareto_front(results) == ["b", "a", "exact"]
-    assert recommended(results) == {"exact": "exact", "no measured loss": "a", "fastest": "like b"}
+
+RESULTS = {
+    "exact": row_of(90.0, 500, 100.0, True),
+    "a": row_of(40.0, 495, 200.0, True),
+    "dominated": row_of(50.0, 490, 210.0, False),
+    "b": row_of(10.0, 400, 900.0, False),
+    "like b": row_of(10.0, 400, 950.0, False),
+}
+
+
+def test_modes_that_no_other_mode_beats() -> None:
+    assert pareto_front(RESULTS) == ["b", "a", "exact"]
+    goals = {"exact": "exact", "fast at no measured loss": "a", "fastest": "like b"}
+    assert recommended(RESULTS) == goals
+    assert recommended({"b": RESULTS["b"]}) == {"fastest": "b"}
+
+
+def test_the_goal_of_half_the_positions_counts_only_modes_of_equal_quality() -> None:
+    assert half_the_positions(RESULTS, "dominated") == {
+        "mode": "a", "published": "dominated", "share": 0.8, "met": False,
+    }  # fmt: skip
+    found = half_the_positions(RESULTS, "exact")
+    assert found is not None
+    assert found["met"]
+    assert half_the_positions(RESULTS, "missing") is None
+    assert half_the_positions({"exact": RESULTS["exact"]}, "exact") is None
+
+
+def test_a_picture_has_every_mode(tmp_path: Path) -> None:
+    draw_modes(RESULTS, recommended(RESULTS), "dominated", tmp_path / "modes.png")
+    assert (tmp_path / "modes.png").stat().st_size > 10_000
+
+
+def test_the_interval_of_a_median() -> None:
+    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    # Of 100 values, the order statistics 41 and 60
+    assert median_interval([float(value) for value in range(100)]) == (40.0, 59.0)
+
+
+def test_both_loops_take_turns_on_the_same_prompts() -> None:
+    engine = Engine.load(DEMO, "tensor=1", "float32")
+    base = DiffusionConfig(max_new_tokens=32, steps=32, algorithm="entropy", early_stop=True)
+    texts = ("def is_even(number):\n", "def double(number):\n")
+    prompts = [np.array(engine.tokenizer.encode(text), np.int32) for text in texts]
+    found = beside_baseline(engine, MODES["fast_dllm_8"], base, prompts, rounds=2)
+    assert (found["pairs"], found["prompts"], found["tokens_equal"]) == (4, 2, 1.0)
+    assert found["ours"]["forwards_per_token"] <= found["baseline"]["forwards_per_token"]
+    low, middle, high = (found["times_as_fast"][name] for name in ("low", "median", "high"))
+    assert low <= middle <= high
 
 
 def test_cells_of_the_table() -> None:
-    row = {
-        "tokens_per_second": 30.0, "tokens_per_second_deviation": 2.0, "forwards_per_token": 2.0,
-        "positions_per_token": 100.0, "passed": 2, "passed_rate": 0.7, "passed_rate_95": [0.6, 0.8],
-        "parsed_rate": 0.9, "exact_agreement": None, "nats_per_token": 1.5, "weight_bytes": 24_000_000,
-        "cache_bytes": 0,
-    }  # fmt: skip
-    faster = row | {"of_exact": 3.0, "of_exact_minimum": 2.8, "of_exact_maximum": 3.1}
-    faster |= {"tokens_per_second": 90.0, "positions_per_token": 20.0, "exact_agreement": 0.52}
-    faster |= {"to_exact": {"difference": -0.015, "interval": [-0.0301, 0.001], "equal": False}}
     record = {
-        "results": {"exact": row, "dual": faster},
+        "results": {"exact": RESULTS["exact"], "dual": RESULTS["a"] | {"exact_agreement": 0.52}},
         "settings": {"prompts": 3, "new_tokens": 64, "cores": 2, "trials": 5, "timed_prompts": 2},
+        "recommended": {"exact": {"mode": "exact", "flags": MODES["exact"].flags()}},
+        "half_the_positions": {"mode": "dual", "published": "exact", "share": 0.444, "met": True},
         "notes": ["the machine was busy"],
         "machine": {"processor": "Some CPU"},
         "versions": {"jax": "0.0"},
     }
     lines = modes_table(record).splitlines()
-    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|") == lines[3].count("|")
     assert lines[-1] == "Note: the machine was busy."
     assert lines[3].startswith(
-        "| **`dual`** | 70.0% (60.0% to 80.0%) | -1.5 (-3.0 to +0.1) |  | 90 ± 2 | 3.0x (2.8 to 3.1) | 2.00 | 20.0 "
-        "| 1/5.0 | 90.0% | 0.52 |"
+        "| **`dual`** | 82.5% (79.3% to 85.3%) | -1.5 (-3.0 to +0.1) = | +2.0 (+1.0 to +3.0) = | 40.0 | 2.00 | 200 "
     )
-    assert "Per goal: exact: `exact`; fastest: `dual`." in lines[5]
+    assert "speed vs exact" not in lines[0], "no mode has that figure"
+    assert "| exact | `exact` | `--algorithm=entropy --quantize=none --kv_cache=model --dtype=float32` |" in lines
+    assert any(
+        line
+        == "Goal, half the computed positions of `exact` at equal quality: met. `dual` has 0.44 times its positions, "
+        "and +2.0 (+1.0 to +3.0) points more tasks pass."
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
