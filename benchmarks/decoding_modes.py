@@ -76,7 +76,6 @@ PUBLISHED = "fast_dllm"
 FAST_DLLM = (PUBLISHED, "fast_dllm_8")
 MODES = {
     "exact": Mode({}),
-    "exact_int8": Mode({}, "int8"),
     "threshold_32": Mode({"block_length": 32, **_THRESHOLD}),
     PUBLISHED: Mode({**_DUAL_32, "block_rule": "fast_dllm"}),
     "fast_dllm_8": Mode({**_DUAL_8, "block_rule": "fast_dllm"}),
@@ -91,6 +90,7 @@ MODES = {
     "dual_8_once_decay": Mode({**_ONCE, "threshold_decay": 0.25}),
     "dual_8_once_frechet": Mode({**_ONCE, "parallel": "frechet"}),
     "dual_8_once_entropy_bound": Mode({**_ONCE, "parallel": "entropy_bound"}),
+    "dual_4_once_at_0.7": Mode({**_ONCE, "block_length": 4, "threshold": 0.7}),
     "dual_8_once_int8": Mode(_ONCE, "int8", kv_cache="int8"),
 }
 
