@@ -71,7 +71,7 @@ def _label(axes: Any, results: Results) -> None:
     axes.set_xscale("log")
     axes.set_xticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
-    axes.margins(x=0.08, y=0.12)
+    axes.margins(x=0.08, y=0.2)
     axes.set_xlabel("computed positions per token, one prompt at a time")
     axes.set_ylabel("tasks passed (95 % interval)")
     axes.set_title("Demo checkpoint, held-out tasks: cost against quality", fontsize=11, loc="left")
