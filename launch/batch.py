@@ -48,6 +48,12 @@ from launch.process.startup import (
     this_host,
 )
 
+# The flags that --help shows; --helpfull shows all.
+FIRST_FLAGS = (
+    "input", "output_dir", "format", "chat", "checkpoint", "mesh", "devices", "slots", "max_new_tokens", "temperature",
+    "seed", "cache", "parallel", "early_stop", "quantize",
+)  # fmt: skip
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
@@ -134,7 +140,7 @@ def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: fla
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run ``diffumesh batch`` from the command line."""
-    run_launcher(main, define_flags, __doc__ or "", argv)
+    run_launcher(main, define_flags, __doc__ or "", argv, FIRST_FLAGS)
 
 
 if __name__ == "__main__":

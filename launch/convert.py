@@ -33,6 +33,12 @@ from launch.folders.pickles import define_pickle_flags
 from launch.process.startup import define_device_flags, progress_bar, run_launcher, say, start_devices
 from runtime import QUANTIZATIONS, STORED_DTYPES
 
+# The flags that --help shows; --helpfull shows all.
+FIRST_FLAGS = (
+    "source", "output", "overwrite", "dtype", "quantize", "lora", "revision", "offline", "config", "biases_from",
+    "zero_biases", "devices", "num_processes",
+)  # fmt: skip
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
@@ -115,7 +121,7 @@ def main(values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run ``diffumesh convert`` from the command line."""
-    run_launcher(main, define_flags, __doc__ or "", argv)
+    run_launcher(main, define_flags, __doc__ or "", argv, FIRST_FLAGS)
 
 
 if __name__ == "__main__":

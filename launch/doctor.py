@@ -41,6 +41,9 @@ from runtime import (
 )
 from runtime.planner import device_memory, weights_class
 
+# The flags that --help shows; --helpfull shows all.
+FIRST_FLAGS = ("checkpoint", "mesh", "megabytes", "devices", "compile_cache", "num_processes")
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
@@ -123,7 +126,7 @@ def main(values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run ``diffumesh doctor`` from the command line."""
-    run_launcher(main, define_flags, __doc__ or "", argv)
+    run_launcher(main, define_flags, __doc__ or "", argv, FIRST_FLAGS)
 
 
 if __name__ == "__main__":

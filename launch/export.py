@@ -23,6 +23,9 @@ from launch.hosts.place import define_place_flags
 from launch.process.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
+# The flags that --help shows; --helpfull shows all.
+FIRST_FLAGS = ("checkpoint", "output", "overwrite", "lora", "num_processes")
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
@@ -52,7 +55,7 @@ def main(values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run ``diffumesh export`` from the command line."""
-    run_launcher(main, define_flags, __doc__ or "", argv)
+    run_launcher(main, define_flags, __doc__ or "", argv, FIRST_FLAGS)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,12 @@ from runtime import (
     row_seeds,
 )
 
+# The flags that --help shows; --helpfull shows all.
+FIRST_FLAGS = (
+    "prompt", "prompt_file", "chat", "checkpoint", "mesh", "devices", "max_new_tokens", "temperature", "seed", "cache",
+    "parallel", "early_stop", "quantize", "watch", "verbose", "json",
+)  # fmt: skip
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
@@ -141,7 +147,7 @@ def main(values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run ``diffumesh generate`` from the command line."""
-    run_launcher(main, define_flags, __doc__ or "", argv)
+    run_launcher(main, define_flags, __doc__ or "", argv, FIRST_FLAGS)
 
 
 if __name__ == "__main__":

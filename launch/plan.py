@@ -34,6 +34,12 @@ MACHINES = (
     "1xrtx4090", "1xa100-40gb", "8xa100-40gb", "1xa100", "8xa100", "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
 )  # fmt: skip
 
+# The flags that --help shows; --helpfull shows all.
+FIRST_FLAGS = (
+    "model", "checkpoint", "topology", "mesh", "batch", "prompt", "new_tokens", "steps", "cache", "dtype", "quantize",
+    "compile", "price_per_chip_hour", "json", "plot",
+)  # fmt: skip
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
@@ -100,7 +106,7 @@ def main(values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run ``diffumesh plan`` from the command line."""
-    run_launcher(main, define_flags, __doc__ or "", argv)
+    run_launcher(main, define_flags, __doc__ or "", argv, FIRST_FLAGS)
 
 
 if __name__ == "__main__":

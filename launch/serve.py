@@ -66,6 +66,12 @@ except ModuleNotFoundError as error:
 _ENDING_SECONDS = 15.0
 _PROFILE_SECONDS = 120.0
 
+# The flags that --help shows; --helpfull shows all.
+FIRST_FLAGS = (
+    "checkpoint", "mesh", "devices", "host", "port", "api_key_file", "canvas", "slots", "mode", "max_new_tokens",
+    "temperature", "cache", "parallel", "early_stop", "quantize",
+)  # fmt: skip
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
@@ -128,7 +134,7 @@ def main(values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run ``diffumesh serve`` from the command line."""
-    run_launcher(main, define_flags, __doc__ or "", argv)
+    run_launcher(main, define_flags, __doc__ or "", argv, FIRST_FLAGS)
 
 
 if __name__ == "__main__":

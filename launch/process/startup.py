@@ -40,15 +40,6 @@ SECONDS_BETWEEN_LINES = 10.0
 # Less than the grace period of launch/cluster/gke, after which a process is killed.
 SECONDS_TO_END = 240.0
 
-# Flags that ``--help`` shows for a command with many flags, in this order; ``--helpfull`` shows all flags.
-_FIRST_FLAGS = (
-    "prompt", "prompt_file", "input", "output_dir", "format", "source", "output", "chat", "checkpoint", "mesh",
-    "devices", "host", "port", "canvas", "slots", "max_new_tokens", "temperature", "seed", "cache", "parallel",
-    "early_stop", "quantize", "watch", "verbose", "json",
-)  # fmt: skip
-# A command with at most this many flags shows all of them.
-_MANY_FLAGS = 24
-
 # A progress report: called with (done, total).
 Report = Callable[[int, int], None]
 
@@ -80,6 +71,7 @@ def run_launcher(
     define: Callable[[flags.FlagValues], None],
     doc: str,
     argv: Sequence[str] | None = None,
+    first: Sequence[str] = (),
 ) -> None:
     """Parse flags and run a command, on one host or as one of several.
 
@@ -93,6 +85,7 @@ def run_launcher(
         started.
       doc: the text of ``--help`` before the flags.
       argv: command line, program name first; default ``sys.argv``.
+      first: the flags that ``--help`` shows, in this order, while ``--helpfull`` shows all. If empty, both show all.
     """
     prepare_streams()
     argv = list(sys.argv if argv is None else argv)
@@ -101,7 +94,7 @@ def run_launcher(
     values = flags.FlagValues()
     define(values)
     try:
-        if _print_help(values, doc, argv[1:]):
+        if _print_help(values, doc, argv[1:], first):
             return
     except OSError as error:
         fail(f"standard output: {error.strerror}")
@@ -163,13 +156,11 @@ def _message_to_user(error: Exception) -> str | None:
     return None
 
 
-def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) -> bool:
+def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str], first: Sequence[str]) -> bool:
     """Print the help or the version if an argument asks for it. Returns whether one did."""
     if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
-        everything = "--helpfull" in arguments or len(values) <= _MANY_FLAGS
-        print(
-            doc.strip(), "\n\nFlags:\n", _all_flags(values) if everything else _first_flags(values), sep="", flush=True
-        )
+        shown = _first_flags(values, first) if first and "--helpfull" not in arguments else _all_flags(values)
+        print(doc.strip(), "\n\nFlags:\n", shown, sep="", flush=True)
         return True
     if "--version" in arguments:
         print(f"diffumesh {version()}")
@@ -182,15 +173,14 @@ def _all_flags(values: flags.FlagValues) -> str:
     return values.get_help().partition("\n")[2]
 
 
-def _first_flags(values: flags.FlagValues) -> str:
-    """Help of the most important flags, in the order of ``_FIRST_FLAGS``."""
-    shown = [name for name in _FIRST_FLAGS if name in values]
+def _first_flags(values: flags.FlagValues, first: Sequence[str]) -> str:
+    """Help of the flags that people need first, and the number of the others."""
     lines = []
-    for name in shown:
+    for name in first:
         alone = flags.FlagValues()
         alone[name] = values[name]
         lines.append(alone.get_help(prefix="  ", include_special_flags=False))
-    return "\n".join([*lines, "", f"{len(values) - len(shown)} more flags: --helpfull"])
+    return "\n".join([*lines, "", f"{len(values) - len(first)} more flags: --helpfull"])
 
 
 def _find_host(argv: Sequence[str], together: bool) -> Host:
