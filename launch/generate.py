@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from absl import flags
 
@@ -103,7 +104,7 @@ def main(values: flags.FlagValues) -> None:
     prompts = read_prompts(values)
     ids, mask, suffixes = encode_prompts(tokenizer, prompts, model, suffixes=values.suffix, chat=values.chat)
     check_request(read_rows(ids, mask, model, suffixes), model, config)
-    row_seeds(config.seed, len(prompts), values.num_return_sequences)
+    seeds = row_seeds(config.seed, len(prompts), values.num_return_sequences)
     if values.history_html is not None:
         check_writable("history_html", values.history_html)
 
@@ -119,7 +120,9 @@ def main(values: flags.FlagValues) -> None:
     ends = (*engine.end_token_ids, *config.stop_token_ids)
     builder = CompletionBuilder(engine.tokenizer, engine.config.mask_token_id, ends)
     tests = engine.stop_tests([values.stop] * (len(prompts) * samples), config.stop_token_ids)
-    interruption = Interruption(len(tests), lambda rows: write_unfinished(rows, titles, builder, values.stop))
+    interruption = Interruption(
+        len(tests), lambda rows: write_unfinished(rows, prompts, titles, seeds, builder, values)
+    )
     with traced(values), interruption:
         tests = interruption.stop_tests(tests)
         with observed(view, titles, watch=values.watch) as (progress, watch):
@@ -137,7 +140,7 @@ def main(values: flags.FlagValues) -> None:
         write_programs(values, engine.program_texts())
     completions = builder.build_batch(prompts, ids, mask, result, values.stop, values.suffix)
     if is_main_process():
-        write_completions(completions, titles, result, values)
+        write_completions(completions, titles, {"stats": asdict(result.stats)}, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
             write_history(values.history_html, view, result, titles, config, completions)
     say(summary(completions, result.stats, interruption.signal if interruption.cut_short else None))

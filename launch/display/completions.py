@@ -7,11 +7,12 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags
 
-from runtime import Completion, CompletionBuilder, GenerationResult, GenerationStats
+from runtime import Completion, CompletionBuilder, GenerationStats
 
 
 def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
@@ -32,13 +33,12 @@ def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_b
 
 
 def write_completions(
-    completions: Sequence[Completion], titles: Sequence[str], result: GenerationResult, values: flags.FlagValues
+    completions: Sequence[Completion], titles: Sequence[str], more: dict[str, Any], values: flags.FlagValues
 ) -> None:
-    """Print completions on standard output, as text or JSON lines."""
-    stats = dataclasses.asdict(result.stats)
+    """Print completions on standard output, as text or as JSON lines with further fields."""
     for completion, title in zip(completions, titles, strict=True):
         if values.json:
-            print(json.dumps(dataclasses.asdict(completion) | {"stats": stats}, ensure_ascii=False))
+            print(json.dumps(dataclasses.asdict(completion) | more, ensure_ascii=False))
             continue
         if len(completions) > 1:
             print(f"=== {title} ===")
@@ -47,9 +47,37 @@ def write_completions(
 
 
 def write_unfinished(
-    rows: Sequence[Sequence[int]], titles: Sequence[str], completions: CompletionBuilder, stop: Sequence[str]
-) -> None:
-    """Print the text so far of every row on standard output. It ends where the row's completion ends."""
-    for title, tokens in zip(titles, rows, strict=True):
-        text = completions.build(np.array(tokens, np.int32), (), stop=stop).text
-        print(f"=== {title} ===\n{text}")
+    rows: Sequence[Sequence[int]],
+    prompts: Sequence[str],
+    titles: Sequence[str],
+    seeds: Sequence[int],
+    builder: CompletionBuilder,
+    values: flags.FlagValues,
+) -> int:
+    """Print the text so far of every row, as completions are printed. Returns its number of tokens.
+
+    A text ends where the row's completion ends. In JSON, the numbers that only a result has are null.
+
+    Args:
+      rows: for each row, its new tokens before the first mask.
+      prompts: texts of the prompts, which all have the same number of rows.
+      titles: titles of the rows.
+      seeds: seeds of the rows.
+      builder: builds the completions.
+      values: the flags of ``diffumesh generate``.
+    """
+    samples = len(rows) // len(prompts)
+    completions = [
+        builder.build(
+            np.array(tokens, np.int32),
+            (),
+            prompt=prompts[row // samples],
+            suffix=values.suffix[row // samples] if values.suffix else "",
+            index=row % samples,
+            seed=seed,
+            stop=values.stop,
+        )
+        for row, (tokens, seed) in enumerate(zip(rows, seeds, strict=True))
+    ]
+    write_completions(completions, titles, {"stats": None, "masks_left": None}, values)
+    return sum(len(completion.tokens) for completion in completions)

@@ -18,7 +18,7 @@ from runtime import StopTest
 # Seconds after which an interrupted process exits in any case.
 SECONDS_TO_STOP = 5.0
 # Seconds for which rows go on after SIGTERM, so that a short generation finishes normally.
-SECONDS_TO_FINISH = 2.5
+SECONDS_TO_FINISH = 1.5
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
@@ -34,16 +34,20 @@ class Interruption:
       cut_short: whether rows were ended early.
     """
 
-    def __init__(self, rows: int, show: Callable[[Sequence[Sequence[int]]], None]) -> None:
-        """Take the number of rows, and a function that prints their new tokens if the generation is too slow to end."""
+    def __init__(self, rows: int, show: Callable[[Sequence[Sequence[int]]], int]) -> None:
+        """Take the number of rows, and a function for a generation that is too slow to end.
+
+        It is called with the new tokens of each row, prints their text and returns its number of tokens.
+        """
         self.signal: signal.Signals | None = None
         self._show = show
         self._latest: list[Sequence[int]] = [() for _ in range(rows)]
         self.cut_short = self._over = False
-        self._heard = 0.0
+        self._begun = self._heard = 0.0
         self._before: Any = None
 
     def __enter__(self) -> Interruption:
+        self._begun = time.monotonic()
         if threading.current_thread() is threading.main_thread() and this_host().count == 1:
             self._before = signal.signal(signal.SIGINT, self._hear)
             threading.Thread(target=self._watch, name="interruption", daemon=True).start()
@@ -78,11 +82,12 @@ class Interruption:
                 self._note(signal.SIGTERM)
             if self.signal is None or time.monotonic() - self._heard < SECONDS_TO_STOP - 1 or self._over:
                 continue
+            said = "before there was any text"
             if any(self._latest):
-                self._show(self._latest)
+                tokens = self._show(self._latest)
+                said = f"in a long step: {tokens} tokens of text in {time.monotonic() - self._begun:.2f} s"
             sys.stdout.flush()
-            when = "in a long step" if any(self._latest) else "before there was any text"
-            print(f"stopped by {self.signal.name} {when}", file=sys.stderr, flush=True)
+            print(f"stopped by {self.signal.name} {said}", file=sys.stderr, flush=True)
             os._exit(self.exit_code)
 
     def stop_tests(self, tests: Sequence[StopTest | None]) -> list[StopTest | None]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from absl import flags
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO, open_folder
@@ -22,7 +23,7 @@ from launch import generate, main
 from launch.display import canvas_view
 from launch.display.completions import write_unfinished
 from launch.process import interruption, startup
-from runtime import CompletionBuilder, TextTokenizer
+from runtime import CompletionBuilder, TextTokenizer, row_seeds
 from runtime.execution import generation
 from tests import golden_cases
 from tests.launch.mistakes import refusal
@@ -311,22 +312,27 @@ def test_a_signal_prints_what_there_is(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_generation_that_hangs_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)])
+def test_a_generation_that_hangs_is_ended(number: signal.Signals, code: int) -> None:
     """If a step takes too long, the last canvas is printed and the process ends."""
-    code = """if True:
-        import signal, threading, time
-        from launch.process import interruption
+    program = f"""if True:
+        import signal, time
+        from launch.process import interruption, startup
         interruption.SECONDS_TO_STOP = 1.3
-        with interruption.Interruption(2, lambda rows: print([list(row) for row in rows])) as found:
+        def show(rows):
+            print([list(row) for row in rows])
+            return 4
+        with startup.this_host(), interruption.Interruption(2, show) as found:
             tests = found.stop_tests([None, None])
             assert [test((1, 2), False) for test in tests] == [None, None]
-            signal.raise_signal(signal.SIGINT)
+            startup.this_host().mark()  # work is in flight, so SIGTERM lets it end
+            signal.raise_signal(signal.{number.name})
             time.sleep(60)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 130
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
     assert done.stdout == "[[1, 2], [1, 2]]\n"
-    assert "stopped by SIGINT in a long step" in done.stderr
+    assert re.search(rf"^stopped by {number.name} in a long step: 4 tokens of text in \d+\.\d\d s$", done.stderr, re.M)
 
 
 def test_text_so_far_ends_where_a_completion_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,8 +341,36 @@ def test_text_so_far_ends_where_a_completion_ends(capsys: pytest.CaptureFixture[
     (end,) = tokenizer.encode("<|endoftext|>")[-1:]
     whole, after = tokenizer.encode("one two STOP three"), tokenizer.encode("four")
     builder = CompletionBuilder(tokenizer, -1, (end,))
-    write_unfinished([whole, [*whole[:1], end, *after], ()], ["a", "b", "c"], builder, ["STOP"])
-    assert capsys.readouterr().out == f"=== a ===\none two \n=== b ===\n{tokenizer.decode(whole[:1])}\n=== c ===\n\n"
+    values = flags.FlagValues()
+    generate.define_flags(values)
+    values(["generate", "--stop=STOP"])
+    rows = [whole, [*whole[:1], end, *after], ()]
+    count = write_unfinished(rows, ["1: ", "2: ", "3: "], ["a", "b", "c"], [0, 0, 0], builder, values)
+    assert capsys.readouterr().out == (
+        f"=== a ===\n1: one two \n=== b ===\n2: {tokenizer.decode(whole[:1])}\n=== c ===\n3: \n"
+    )
+    assert count == len(tokenizer.encode("one two ")) + 1
+
+
+@pytest.mark.parametrize("form", ["--nojson", "--chat", "--json"])
+def test_text_so_far_is_printed_as_completions_are(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    launch(f"--prompt={PROMPT}", form.replace("--chat", "--nojson"))
+    values = flags.FlagValues()
+    generate.define_flags(values)
+    values(["generate", form])
+    whole = capsys.readouterr().out
+    tokenizer = TextTokenizer.from_folder(open_folder(DEMO))
+    builder = CompletionBuilder(tokenizer, -1, ())
+    text = json.loads(whole)["text"] if form == "--json" else whole.removeprefix(PROMPT).removesuffix("\n")
+    write_unfinished([tokenizer.encode(text)], [PROMPT], ["a title"], [row_seeds(0, 1)[0]], builder, values)
+    said = capsys.readouterr().out
+    if form == "--json":
+        finished, unfinished = json.loads(whole), json.loads(said)
+        assert list(finished) == list(unfinished)
+        differ = {name for name in finished if finished[name] != unfinished[name]}
+        assert {"stats", "masks_left"} <= differ <= {"stats", "masks_left", "finish_reason"}
+    else:
+        assert said == (whole if form == "--nojson" else f"{text}\n")
 
 
 def test_a_pipe_hears_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
