@@ -51,7 +51,7 @@ from launch.process.startup import (
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
     "input", "output_dir", "format", "chat", "checkpoint", "mesh", "devices", "slots", "max_new_tokens", "temperature",
-    "seed", "cache", "parallel", "early_stop", "quantize",
+    "seed", "cache", "parallel", "early_stop", "quantize", "verbose",
 )  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def main(values: flags.FlagValues) -> None:
             facts |= {"weights": str(engine.dtype)}
             if output is not None:
                 output.check(facts)
-            for sentence in (describe(defaults.config), *draft_notice(defaults.config)):
+            if values.verbose:
+                say(describe(defaults.config))
+            for sentence in draft_notice(defaults.config):
                 say(sentence)
         if output is not None:
             output.begin(facts)

@@ -26,6 +26,9 @@ def define_batch_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "slots", None, "Rows on the devices at a time. Default: 32 per data shard.", 1, flag_values=values
     )
+    flags.DEFINE_bool(
+        "verbose", False, "Print all decoding parameters, the mesh and the size of the weights.", flag_values=values
+    )
     define_request_flags(values)
 
 

@@ -106,7 +106,9 @@ def test_a_batch_its_order_and_its_resumption(
 
     # The order of lines and the number of slots do not change results.
     backwards, other = write(tmp_path / "back.jsonl", LINES[::-1]), tmp_path / "back"
-    launch(backwards, other, compiled, "--slots=1")
+    assert "decoding: " not in err
+    launch(backwards, other, compiled, "--slots=1", "--verbose")
+    assert "decoding: " in capsys.readouterr().err
     assert {json.dumps(record) for record in records(other / "sorted.jsonl")} == set(map(json.dumps, found))
 
     # If the file is cut anywhere, the same command restores it, and computes only missing lines.
