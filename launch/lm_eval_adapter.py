@@ -14,8 +14,10 @@ Every host takes part in every request; host 0 prints and writes the results.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -32,13 +34,32 @@ except ModuleNotFoundError as missing:
     raise ImportError(hint) from missing
 
 from launch.harness.model import HarnessModel
+from runtime import InputError
 
 # The harness loads data and computes metrics without any progress of the devices, which may take hours.
 _STALL_SECONDS = 1 << 20
 
 
+def check_tasks(arguments: Sequence[str]) -> None:
+    """Check that a command line of the harness which evaluates a model names tasks.
+
+    Raises:
+      InputError: it names none. The harness itself would end with a traceback.
+    """
+    if not arguments or arguments[0] in ("ls", "validate") or {"-h", "--help"} & set(arguments):
+        return
+    # allow_abbrev as in the harness, which also takes tasks from a file.
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--tasks", "-t", nargs="*")
+    parser.add_argument("--config", "-C")
+    found, _ = parser.parse_known_args(arguments)
+    if arguments[1:] and not found.tasks and found.config is None:
+        raise InputError("give --tasks=NAME,NAME; python -m launch.lm_eval_adapter ls tasks lists them")
+
+
 def main(values: flags.FlagValues) -> None:
     """Run the harness with its own command line."""
+    check_tasks(sys.argv[1:])
     start_devices(values, {"arguments": digest("\0".join(sys.argv[1:]))}, end_within=1.0)
     if this_host().count > 1:
         # Where it is not 0, the harness evaluates all documents too, but neither prints nor writes results.

@@ -19,6 +19,7 @@ from checkpoints import DEMO
 from launch import lm_eval_adapter
 from launch.harness.model import HarnessModel
 from sharding.errors import InputError
+from tests.launch.mistakes import refusal
 
 DOCUMENTS = [
     {"context": "def add(a, b):\n", "good": "    return a + b", "bad": "    import b b b"},
@@ -71,10 +72,27 @@ def test_wrong_model_args() -> None:
 
 def test_wrong_model_args_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: HarnessModel(checkpoint="/no/such/folder"))
+    monkeypatch.setattr(sys, "argv", ["adapter", "run", "--tasks=tiny"])
     with pytest.raises(SystemExit) as ended:
         lm_eval_adapter.run()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: /no/such/folder")
+
+
+@pytest.mark.parametrize("arguments", [["run", "--model=diffumesh"], ["--model", "diffumesh", "--tasks"]])
+def test_a_command_without_tasks(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["adapter", *arguments])
+    assert refusal(capsys, lm_eval_adapter.run).startswith("error: give --tasks=")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["run"], ["ls", "tasks"], ["run", "--help"], ["run", "--model=x", "-C", "f.yaml"], ["--model=x", "--task=a"]],
+)
+def test_commands_that_name_tasks_or_need_none(arguments: list[str]) -> None:
+    lm_eval_adapter.check_tasks(arguments)
 
 
 @pytest.mark.slow
