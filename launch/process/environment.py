@@ -10,11 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.hosts.preflight import version_facts
+from runtime import AOT_ENVIRONMENT
 
 # Environment variables that affect a run. Others are not shown, because the environment may hold secrets.
 _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+# Files of TPU devices in /dev.
+TPU_FILES = ("accel*", "vfio/*")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def describe_absent_tpu() -> None:
+    """If this machine has no TPU, describe one to libtpu by environment variables.
+
+    Otherwise libtpu, where it is installed, prints four lines of errors because it cannot find out what TPU this is.
+    Without the files of a device, it cannot open a TPU either way. Call this after the import of JAX, which looks for
+    TPUs on the PCI bus, and before it opens devices. Where a TPU was asked for by name, libtpu's errors remain.
+    """
+    import jax
+
+    found = any(list(Path("/dev").glob(pattern)) for pattern in TPU_FILES)
+    if not found and os.environ.get("TPU_SKIP_MDS_QUERY") == "1" and not jax.config.values["jax_platforms"]:
+        for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+            os.environ.setdefault(name, AOT_ENVIRONMENT[name])
 
 
 def nvidia_driver() -> str | None:

@@ -252,6 +252,7 @@ def start_devices(
     import jax
 
     from launch.hosts import preflight
+    from launch.process.environment import describe_absent_tpu
 
     if jax.config.values["jax_disable_jit"]:
         raise InputError("JAX_DISABLE_JIT is set, but programs are compiled ahead of time: unset it")
@@ -261,6 +262,7 @@ def start_devices(
             "mounted on each of them: host 0 writes it, and all read it"
         )
 
+    describe_absent_tpu()
     if values.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", values.devices)

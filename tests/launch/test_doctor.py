@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +72,28 @@ def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = collectives.probe_mesh(MeshSpec(tensor=4), jax.devices())
     with pytest.raises(RuntimeError, match="tensor=4 gave a wrong sum"):
         list(collectives.collective_lines(mesh, 0.01))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="without libtpu there is nothing to silence")
+@pytest.mark.skipif(any(Path("/dev").glob("accel*")) or Path("/dev/vfio").exists(), reason="this machine has a TPU")
+@pytest.mark.parametrize(
+    ("before", "errors"),
+    [
+        ("environment.describe_absent_tpu()", False),
+        ("", True),
+        ("environment.TPU_FILES = ('null',); environment.describe_absent_tpu()", True),
+        ("os.environ.pop('TPU_SKIP_MDS_QUERY'); environment.describe_absent_tpu()", True),
+        ("jax.config.update('jax_platforms', 'tpu,cpu'); environment.describe_absent_tpu()", True),
+    ],
+)
+def test_libtpu_is_silent_only_where_there_is_no_tpu(before: str, errors: bool) -> None:
+    program = f"import os, jax; from launch.process import environment; {before}\n"
+    # Metadata of a cloud machine are not asked for here, which would take long.
+    program += "os.environ['TPU_SKIP_MDS_QUERY'] = '1'; print(jax.default_backend())"
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_PLATFORMS", "TPU_"))}
+    # Another process may have libtpu open, which then ends before it looks for a TPU.
+    own["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, timeout=120)
+    assert ("TPU_ACCELERATOR_TYPE" in done.stderr) == errors, done.stderr
+    if "tpu,cpu" not in before:
+        assert done.stdout == "cpu\n", done.stderr
