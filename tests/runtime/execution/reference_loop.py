@@ -39,14 +39,23 @@ def random_bits(draw: Any, seed: int, step: int, stream: int, positions: int, sh
     return np.asarray(bits_program(draw, stream, shape)(seed_words([seed]), np.int32(step)))[:positions]
 
 
-def model_logits(engine: Engine, canvas: np.ndarray) -> np.ndarray:
-    """Return shifted logits float64 ``[S, V]`` of one row, run in a shape that is already compiled."""
-    width = max(LENGTHS)
-    rows, mask = np.zeros((4, max(width, len(canvas))), np.int64), np.zeros((4, max(width, len(canvas))), np.int64)
-    rows[0, rows.shape[1] - len(canvas) :] = canvas
-    mask[0, rows.shape[1] - len(canvas) :] = 1
+@functools.lru_cache(maxsize=16)
+def row_logits(engine: Engine, canvas: tuple[int, ...]) -> np.ndarray:
+    """Return the model's logits float64 ``[S, V]`` of one row, run in a shape that is already compiled.
+
+    They are kept, because steps that commit nothing compute the same canvas again.
+    """
+    positions = max(*LENGTHS, len(canvas))
+    rows, mask = np.zeros((4, positions), np.int64), np.zeros((4, positions), np.int64)
+    rows[0, positions - len(canvas) :] = canvas
+    mask[0, positions - len(canvas) :] = 1
     mask[1:, -1] = 1
-    logits = engine.logits(rows, mask)[0, rows.shape[1] - len(canvas) :].astype(np.float64)
+    return engine.logits(rows, mask)[0, positions - len(canvas) :].astype(np.float64)
+
+
+def model_logits(engine: Engine, canvas: np.ndarray) -> np.ndarray:
+    """Return shifted logits float64 ``[S, V]`` of one row, in an array of their own."""
+    logits = row_logits(engine, tuple(canvas.tolist()))
     return np.concatenate([logits[:1], logits[:-1]])
 
 
