@@ -135,6 +135,7 @@ def test_capacity_headroom_and_units_are_shown(capsys: pytest.CaptureFixture[str
     ("command", "machine", "workload"),
     [
         ("--mesh=tensor=8 --chat", "v5e-8", ["--prompt=64", "--new_tokens=64"]),
+        ("--mesh=sequence=2,tensor=4", "v5e-8", ["--batch=1"]),
         ("--mesh=data=8 --num_return_sequences=4", "8xH100", ["--batch=8", "--prompt=256", "--new_tokens=64"]),
         ("--mesh=sequence=4,tensor=2 --max_new_tokens=1024", "8xH100", ["--new_tokens=1024"]),
     ],
