@@ -67,7 +67,7 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string(
         "mesh",
         None,
-        "For example data=2,sequence=1,tensor=4; one axis may be -1. Default: chosen by the planner and printed.",
+        "For example data=2,sequence=1,tensor=4; one axis may be -1. Default: chosen by the planner.",
     )
     choice("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored; float32 on CPU.")
     choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention; auto chooses by platform, dtype and shape.")
