@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from absl import flags
 
-from launch.display.canvas_view import CanvasView, observed, row_titles, write_history
+from launch.display.canvas_view import CanvasView, check_history, observed, row_titles, write_history
 from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
 from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe, draft_notice
@@ -36,19 +35,10 @@ from launch.flags.prompts import define_prompt_flags, read_prompts
 from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
-from launch.process.startup import (
-    check_writable,
-    define_device_flags,
-    is_main_process,
-    run_launcher,
-    say,
-    start_devices,
-)
+from launch.process.startup import define_device_flags, is_main_process, run_launcher, say, start_devices
 from runtime import (
     CompletionBuilder,
     DiffusionConfig,
-    InputError,
-    SamplingConfig,
     check_request,
     encode_prompts,
     end_tokens,
@@ -99,14 +89,12 @@ def main(values: flags.FlagValues) -> None:
     tokenizer = read_tokenizer(folder)
     config = decoding_config(values, folder, model)
     config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
-    if values.history_html is not None and isinstance(config, SamplingConfig):
-        raise InputError(f"--history_html requires a diffusion model; {folder.name} is autoregressive")
+    if values.history_html is not None:
+        check_history(values.history_html, folder.name, config)
     prompts = read_prompts(values)
     ids, mask, suffixes = encode_prompts(tokenizer, prompts, model, suffixes=values.suffix, chat=values.chat)
     check_request(read_rows(ids, mask, model, suffixes), model, config)
     seeds = row_seeds(config.seed, len(prompts), values.num_return_sequences)
-    if values.history_html is not None:
-        check_writable("history_html", values.history_html)
 
     start_devices(values, fingerprints(folder, draft) | {"prompts": digest("\0".join([*prompts, *values.suffix]))})
     samples = values.num_return_sequences
@@ -140,7 +128,7 @@ def main(values: flags.FlagValues) -> None:
         write_programs(values, engine.program_texts())
     completions = builder.build_batch(prompts, ids, mask, result, values.stop, values.suffix)
     if is_main_process():
-        write_completions(completions, titles, {"stats": asdict(result.stats)}, values)
+        write_completions(completions, titles, result.stats, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
             write_history(values.history_html, view, result, titles, config, completions)
     say(summary(completions, result.stats, interruption.signal if interruption.cut_short else None))

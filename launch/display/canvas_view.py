@@ -15,8 +15,16 @@ import numpy as np
 
 from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.display.watch import CanvasWatcher, TokenKind
-from launch.process.startup import Report, is_main_process, progress_bar
-from runtime import Completion, DiffusionConfig, Engine, GenerationResult, unpadded_rows
+from launch.process.startup import Report, check_writable, is_main_process, progress_bar
+from runtime import (
+    Completion,
+    DiffusionConfig,
+    Engine,
+    GenerationResult,
+    InputError,
+    SamplingConfig,
+    unpadded_rows,
+)
 
 
 class CanvasView:
@@ -148,6 +156,17 @@ def row_titles(prompts: Sequence[str], samples: int) -> list[str]:
         for prompt in prompts
         for sample in range(samples)
     ]
+
+
+def check_history(path: str, model: str, config: DiffusionConfig | SamplingConfig) -> None:
+    """Check that a model has a history, and that its page can be written.
+
+    Raises:
+      InputError: the model is autoregressive, or the path cannot be written.
+    """
+    if isinstance(config, SamplingConfig):
+        raise InputError(f"--history_html requires a diffusion model; {model} is autoregressive")
+    check_writable("history_html", path)
 
 
 def write_history(

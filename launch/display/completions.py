@@ -33,9 +33,11 @@ def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_b
 
 
 def write_completions(
-    completions: Sequence[Completion], titles: Sequence[str], more: dict[str, Any], values: flags.FlagValues
+    completions: Sequence[Completion], titles: Sequence[str], stats: GenerationStats | None, values: flags.FlagValues
 ) -> None:
-    """Print completions on standard output, as text or as JSON lines with further fields."""
+    """Print completions on standard output, as text or JSON lines. Without ``stats``, they are unfinished."""
+    unknown = {"masks_left": None, "stats": None}
+    more: dict[str, Any] = unknown if stats is None else {"stats": dataclasses.asdict(stats)}
     for completion, title in zip(completions, titles, strict=True):
         if values.json:
             print(json.dumps(dataclasses.asdict(completion) | more, ensure_ascii=False))
@@ -79,5 +81,5 @@ def write_unfinished(
         )
         for row, (tokens, seed) in enumerate(zip(rows, seeds, strict=True))
     ]
-    write_completions(completions, titles, {"stats": None, "masks_left": None}, values)
+    write_completions(completions, titles, None, values)
     return sum(len(completion.tokens) for completion in completions)

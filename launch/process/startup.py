@@ -93,11 +93,8 @@ def run_launcher(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     values = flags.FlagValues()
     define(values)
-    try:
-        if _print_help(values, doc, argv[1:], first):
-            return
-    except OSError as error:
-        fail(f"standard output: {error.strerror}")
+    if _print_help(values, doc, argv[1:], first):
+        return
     global _host
     together = "devices" in values and "coordinator_address" in values
     _host = _find_host(argv, together) if "coordinator_address" in values else Host()
@@ -160,12 +157,16 @@ def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str], fi
     """Print the help or the version if an argument asks for it. Returns whether one did."""
     if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
         shown = _first_flags(values, first) if first and "--helpfull" not in arguments else _all_flags(values)
-        print(doc.strip(), "\n\nFlags:\n", shown, sep="", flush=True)
-        return True
-    if "--version" in arguments:
-        print(f"diffumesh {version()}")
-        return True
-    return False
+        text = f"{doc.strip()}\n\nFlags:\n{shown}"
+    elif "--version" in arguments:
+        text = f"diffumesh {version()}"
+    else:
+        return False
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        fail(f"standard output: {error.strerror}")
+    return True
 
 
 def _all_flags(values: flags.FlagValues) -> str:
