@@ -3,6 +3,7 @@
   python -m benchmarks.schedule                            every target for which a compiler is installed
   python -m benchmarks.schedule --only=v5e-t8-b1           some of them
   python -m benchmarks.schedule --before=PATH              compare with another checkout, in the same record
+  python -m benchmarks.schedule --update --only=v5e-t8-b1  replace some results of a record; each names its commit
   python -m benchmarks.schedule --programs_dir=PATH        keep what is compiled, and go on from there after a break
 
 The time of a TPU kernel is that of the bundles that libtpu schedules or of its bytes, whichever is longer; collectives
@@ -145,6 +146,12 @@ def define_flags(values: flags.FlagValues) -> None:
     define_record_flags(values)
     flags.DEFINE_list("only", [], f"Which of {', '.join(TARGETS)} to compile. Default: all.", flag_values=values)
     flags.DEFINE_string("before", None, "Root of another checkout to compare with.", flag_values=values)
+    flags.DEFINE_bool(
+        "update",
+        False,
+        "Keep what the record in --output_dir holds of other targets, and the other checkout's times without --before.",
+        flag_values=values,
+    )
     flags.DEFINE_string(
         "programs_dir",
         None,
@@ -324,6 +331,21 @@ def _groups(wanted: Mapping[str, Target]) -> list[dict[str, Target]]:
     return list(groups.values())
 
 
+def _former(values: flags.FlagValues) -> dict[str, Any]:
+    """Return results and the other checkout of the record that is updated; none without ``--update``.
+
+    Raises:
+      InputError: there is no such record.
+    """
+    if not values.update:
+        return {"results": {}, "before": None}
+    path = Path(values.output_dir, f"{values.record or 'schedule'}.json")
+    if not path.is_file():
+        raise InputError(f"--update: {path} does not exist", field="update")
+    record = parse_json_object(path.read_bytes())
+    return {"results": record["results"], "before": record["settings"]["before"]}
+
+
 def main(values: flags.FlagValues) -> None:
     """Measure every target, print a line for each, and write the record after each workload."""
     compile_only()
@@ -333,7 +355,8 @@ def main(values: flags.FlagValues) -> None:
     here = Path(__file__).resolve().parent.parent
     checkouts = {"now": here} | ({"before": Path(values.before).resolve()} if values.before else {})
     programs = Path(values.programs_dir).resolve() if values.programs_dir else None
-    results: dict[str, Any] = {}
+    former = _former(values)
+    results: dict[str, Any] = former["results"]
     missing: list[str] = []
     wanted: dict[str, Target] = {}
     for name in values.only or TARGETS:
@@ -347,7 +370,7 @@ def main(values: flags.FlagValues) -> None:
         "masked_positions": _MASKED,
         "tpu_bandwidth_share": TPU_BANDWIDTH_SHARE,
         "gpu_launch_microseconds": 1e6 * LAUNCH_SECONDS,
-        "before": values.before and Path(os.path.relpath(values.before, here)).as_posix(),
+        "before": Path(os.path.relpath(values.before, here)).as_posix() if values.before else former["before"],
     }
 
     def write() -> Path:
@@ -360,8 +383,8 @@ def main(values: flags.FlagValues) -> None:
             first = next(iter(group))
             with _compiled(first, group[first], version, checkout, programs) as folder:
                 for name, target in group.items():
-                    result = results.setdefault(name, target.described())
-                    found = result[version] = measure(target, folder)
+                    found = measure(target, folder)
+                    results[name] = results.get(name, {}) | target.described() | {version: found}
                     print(f"{name} {version}: {found['ms']:.2f} ms {found['parts']}", flush=True)
             write()
     print(f"written: {write()}", flush=True)

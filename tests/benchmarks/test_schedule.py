@@ -275,6 +275,25 @@ def test_what_is_kept_is_not_compiled_again(tmp_path: Path, compiled: list[str])
     assert len(compiled) == 3
 
 
+def test_an_update_keeps_the_other_results(
+    tmp_path: Path, compiled: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("--only=v5e-t8-b1,v5e-t8-b16", f"--output_dir={tmp_path}", f"--before={tmp_path}")
+    first = json.loads((tmp_path / "schedule.json").read_text())
+    edited = json.loads(json.dumps(first))
+    for name in edited["results"]:
+        edited["results"][name]["now"]["ms"] = 1e3
+    (tmp_path / "schedule.json").write_text(json.dumps(edited))
+    run("--only=v5e-t8-b16", "--update", f"--output_dir={tmp_path}")
+    record = json.loads((tmp_path / "schedule.json").read_text())
+    assert record["results"]["v5e-t8-b1"] == edited["results"]["v5e-t8-b1"]
+    assert record["results"]["v5e-t8-b16"] == first["results"]["v5e-t8-b16"]
+    assert record["settings"] == first["settings"]
+    with pytest.raises(SystemExit):
+        run("--only=v5e-t8-b16", "--update", f"--output_dir={tmp_path / 'none'}")
+    assert "schedule.json does not exist" in capsys.readouterr().err
+
+
 def test_only_targets_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--only=v9", f"--output_dir={tmp_path}")

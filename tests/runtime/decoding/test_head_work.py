@@ -111,7 +111,7 @@ def test_a_chunk_has_the_run_time_parameters_of_its_rows(monkeypatch: pytest.Mon
     ("platform", "passes"),
     [
         ("cpu", {"float32": 16, "model": 8}),
-        ("v4:2x2x1", {"float32": 11}),
+        ("v4:2x2x1", {"float32": 16}),
         ("v5e:2x2", {"float32": 11, "model": 6}),
         pytest.param("4xh200", {"float32": 11, "model": 6}, marks=[needs_cuda, pytest.mark.slow]),
     ],

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import plan
+from tests.launch.test_plan import HERE, run
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """Return the figure, after a check that no text overlaps another or leaves the figure."""
+    figure = pytest.importorskip("matplotlib.figure")
+    figures: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: figures.append(self))
+    run(capsys, *arguments, "--plot=plan.png")
+    (found,) = figures
+    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(found)
+    canvas.draw()
+    boxes = []
+    for axes in found.axes:
+        texts = list(axes.texts)
+        texts += axes.get_yticklabels() if axes is found.axes[0] else []
+        boxes += [text.get_window_extent() for text in texts if text and text.get_text()]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 and box.x1 <= found.bbox.x1 and box.y1 <= found.bbox.y1 for box in boxes)
+    return found
+
+
+def names(figure: Any) -> list[str]:
+    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+def numbers(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(capsys, "--topology=v5e:2x4", f"--plot={tmp_path / 'plan.png'}")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_names_every_mesh_of_a_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = drawn(monkeypatch, capsys, "--topology=v5e:4x4", "--batch=16")
+    assert len(names(figure)) == len(set(names(figure))) == 14
+    assert {"tensor=16", "data=8,tensor=2", "data=2,sequence=2,tensor=4"} <= set(names(figure))
+    time, memory, rate = figure.axes
+    assert time.get_title(loc="left") == "ms per pass (denoise step)"
+    assert all(number.endswith(" of 16.9") for number in numbers(memory))
+    assert rate.get_title(loc="left") == "tokens/s per chip"
+    rates = [float(number) for number in numbers(rate)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_plot_of_all_machines_names_the_best_mesh_of_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = drawn(monkeypatch, capsys, "--topology=all", "--batch=12", "--price_per_chip_hour=2")
+    machines = dict(name.split("  ") for name in names(figure))
+    assert machines.keys() == set(plan.MACHINES)
+    assert machines["1xh200"] == "data=1"
+    assert machines["v5e:2x4"] == "data=4,sequence=2"
+    title = "$ per million tokens, at $2 per chip-hour"
+    (shown,) = (one for one in figure.axes[2].findobj(lambda one: getattr(one, "get_text", str)() == title))
+    assert not shown.get_parse_math(), "what is between two dollar signs would be a formula"
+    assert numbers(figure.axes[1])[names(figure).index("1xh200  data=1")].endswith(" of 113.5")
+
+
+def test_a_plot_shows_what_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = drawn(monkeypatch, capsys, "--topology=v5e:2x4", "--dtype=float32")
+    assert "gray: does not fit" in figure.get_suptitle()
+
+
+def test_a_plot_needs_matplotlib_before_anything_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    with pytest.raises(SystemExit) as caught:
+        plan.run([*HERE[:2], "--topology=v5e:2x4", f"--plot={tmp_path / 'plan.png'}"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert "needs matplotlib" in captured.err
+    assert "compiling" not in captured.err
