@@ -27,7 +27,6 @@ from checkpoints.opening import open_tensors
 from launch.process.startup import EXIT_RESTART, run_launcher
 from runtime import Engine
 from sharding.errors import InputError
-from tests.compilation import optimized
 
 ROOT = Path(__file__).parents[2]
 # One layer, on one of the simulated devices
@@ -57,7 +56,7 @@ def times_of_an_idle_machine(
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("suite")
-    with optimized(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.suite.generation.DECODE_BATCHES", (1,))
         patch.setattr("benchmarks.suite.generation.GENERATIONS", GENERATIONS[::2])
         patch.setattr("benchmarks.timed_passes.time_alternating", times_of_an_idle_machine)
