@@ -33,8 +33,11 @@ def optimized() -> Iterator[None]:
     For tests that run a few small programs for many steps, which then take less time than the optimization.
     """
     # Not at the top: it imports JAX, which reads QUICK_FLAGS when it is loaded.
+    import jax
+
     from runtime.execution import programs
 
+    jax.devices()  # XLA reads its flags with its first client; here, so that the level stays out of later programs
     level, original = {"xla_backend_optimization_level": 1}, programs.compiler_options
 
     def options(platform: str, widens: bool) -> dict[str, str | bool | int]:
