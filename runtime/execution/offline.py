@@ -115,7 +115,8 @@ class OfflineScheduler:
             depends on all of them.
           slots: rows on the devices at a time, rounded down to a multiple of the data axis and limited by memory. The
             default is :data:`DEFAULT_SLOTS` per ``data`` shard.
-          width: one bucket for all canvases; by default, each row has the bucket of its length.
+          width: width of the widest bucket, for one call among others: narrower buckets then have widths that other
+            calls use too, and so share programs. By default, all widths follow the lengths of these rows.
           stop_tests: one per request, see :data:`runtime.execution.requests.StopTest`; empty for none.
         """
         requests = _with_own_drafts(runner, requests, slots)
@@ -152,7 +153,7 @@ class OfflineScheduler:
         def compiling(bucket: Bucket) -> float:
             return 0.0 if bucket in known else runner.compile_positions()
 
-        candidates = [top] if width else all_buckets(count, canvas, data=data, step=runner.width_step(known=True))
+        candidates = all_buckets(count, canvas, data=data, step=runner.width_step(known=width is None))
         classes = divide(work, candidates if several else [top], cost, compiling)
         chosen = [one.bucket for one in classes]
         # The last rows move to smaller buckets, unless all rows end at the same time.

@@ -13,6 +13,7 @@ import transformers
 
 from runtime import DiffusionConfig, Engine, InputError, OfflineScheduler, RowRequest, RowResult, SamplingConfig
 from runtime.execution import generation, offline, row_feed
+from runtime.execution.runner import Runner
 from tests import golden_cases
 from tests.runtime.decoding.test_autoregressive import torch_model
 
@@ -157,6 +158,30 @@ def test_rows_that_end_together_need_one_bucket(config: DiffusionConfig, togethe
     asked = [RowRequest([5] * 3, config, number) for number in range(4)]
     assert engine.scheduler(asked).fits_one_bucket == together
     assert not engine.scheduler(asked, stop_tests=[lambda tokens, whole: None] * 4).fits_one_bucket
+
+
+def test_a_call_with_one_long_prompt_has_narrow_buckets_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``generate_tokens`` on ragged rows does not compute every row at the width of the longest."""
+    engine = golden_cases.engine("tensor=1")
+    made: list[OfflineScheduler] = []
+
+    def kept(*arguments: Any) -> OfflineScheduler:
+        made.append(OfflineScheduler(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(generation, "OfflineScheduler", kept)
+    # Compiling takes far longer than passes of so small a model.
+    monkeypatch.setattr(Runner, "compile_positions", lambda runner: 0.0)
+    rows = [[5] * 200, *([5 + number] * 3 for number in range(7))]
+    seeds = list(range(len(rows)))
+    ids = np.array([[0] * (200 - len(row)) + row for row in rows], np.int32)
+    found = engine.generate_tokens(ids, ids > 0, BASE.replace(seed=seeds))
+    (scheduler,) = made
+    stats = scheduler.stats
+    assert stats.computed_positions < 0.5 * len(rows) * engine.runner.bucket(212) * BASE.steps
+    for seed, row in enumerate(rows):
+        expected = alone(engine, RowRequest(row, BASE, seed=seed))
+        np.testing.assert_array_equal(found.sequences[seed, 200 - len(row) :], expected.sequence)
 
 
 def test_utilisation_and_an_early_end() -> None:
