@@ -218,7 +218,8 @@ def pack(
     Returns:
       The buckets, and how many of the rows each gets, in the order of ``lengths``.
     """
-    priced = [(bucket, price(bucket)) for bucket in buckets]
+    # Of buckets with equal prices, the smallest, which leaves the fewest slots empty.
+    priced = sorted(((bucket, price(bucket)) for bucket in buckets), key=lambda one: one[0].positions)
     total = len(lengths)
     # best[i]: the lowest price of rows i and after, and the bucket that starts with row i. A full bucket costs no more
     # than one that is partly filled, so each bucket takes as many rows as it holds.

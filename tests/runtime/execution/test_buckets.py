@@ -117,6 +117,13 @@ def test_rows_are_packed_at_the_lowest_price(cost: PassCost) -> None:
         assert sum(cost(bucket) for bucket, _ in found) == pytest.approx(_cheapest(lengths, grid))
 
 
+def test_of_equal_prices_the_smallest_bucket_is_chosen() -> None:
+    """With an exact cache, buckets whose passes have fewer positions than the floor all cost the same."""
+    cost = PassCost(240.0, 60.0, 4)
+    found = pack([450, 90, 90, 90], [Bucket(20, 512), Bucket(4, 512)], cost)
+    assert found == [(Bucket(4, 512), 4)]
+
+
 def test_where_weights_are_what_takes_time_short_rows_share_a_pass() -> None:
     rows = [60] * 8
     on_gpu = pack(rows, make_grid(8, 512, GPU, data=1, step=64).buckets, GPU)
