@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from runtime.engine import Engine
     from runtime.execution.background import BackgroundCompiler
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
-    from runtime.execution.draft_models import check_draft_objectives
+    from runtime.execution.draft_models import DraftModel, check_draft_objectives
     from runtime.execution.executor import Executor, Programs
     from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows, unpadded_rows
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.planner.default import default_mesh
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
-    from runtime.text.draft_checkpoint import open_draft
+    from runtime.text.draft_checkpoint import draft_model, open_draft
     from runtime.text.tokenizer import TextTokenizer, UndecodableError, encode_prompts, end_tokens, place_suffix
     from sharding.aot import AOT_ENVIRONMENT
     from sharding.errors import NON_FINITE, InputError, MeshError, NonFiniteError, OutOfMemoryError
@@ -121,6 +121,7 @@ __all__ = [
     "CompletionBuilder",
     "ConfigError",
     "DiffusionConfig",
+    "DraftModel",
     "DraftStats",
     "Engine",
     "Event",
@@ -181,6 +182,7 @@ __all__ = [
     "default_mesh",
     "default_steps",
     "dependents",
+    "draft_model",
     "encode_prompts",
     "end_tokens",
     "folder_fingerprint",
@@ -222,6 +224,7 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
+    "DraftModel": "runtime.execution.draft_models",
     "DraftStats": "runtime.execution.result",
     "DEFAULT_DRAFT_TOKENS": "runtime.decoding.autoregressive_parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
@@ -295,6 +298,7 @@ _HOMES = {
     "declared_parameters": "runtime.decoding.schema",
     "default_mesh": "runtime.planner.default",
     "default_steps": "runtime.execution.rows",
+    "draft_model": "runtime.text.draft_checkpoint",
     "dependents": "runtime.decoding.schema",
     "encode_prompts": "runtime.text.tokenizer",
     "place_suffix": "runtime.text.tokenizer",

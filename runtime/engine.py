@@ -29,7 +29,7 @@ from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
 from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, stop_tests, stream_texts
-from runtime.text.draft_checkpoint import load_draft, open_draft
+from runtime.text.draft_checkpoint import draft_model, load_draft, open_draft
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.mesh import MeshSpec
 
@@ -110,7 +110,7 @@ class Engine(TokenEngine):
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype
         fitting: dict[str, Any] = {"stored": stored, "rows": rows, "quantize": kept_quantization(folder, quantize)}
-        fitting["draft"] = None if drafting is None else parse_config(drafting.config)
+        fitting["draft"] = draft_model(drafting, quantize)
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, **fitting)
         check_attention(layout, attention, dtype)
         kept: dict[str, Any] = {"attention": attention, "kv_cache": kv_cache}

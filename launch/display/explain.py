@@ -19,8 +19,8 @@ from runtime import (
     ModelConfig,
     ModelLayout,
     default_mesh,
+    draft_model,
     model_layout,
-    parse_config,
     partition_spec,
     shard_shape,
 )
@@ -43,7 +43,7 @@ def explain(
         start_devices(values)
         devices = jax.devices()
         rows = max(1, len(values.prompt) + len(values.prompt_file)) * values.num_return_sequences
-        beside = None if draft is None else parse_config(draft.config)
+        beside = draft_model(draft, values.quantize)
         chosen = spec or default_mesh(model, devices, dtype, rows, quantization, beside)
         spec = chosen.resolve(len(devices))
     if is_main_process():

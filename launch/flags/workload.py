@@ -11,6 +11,7 @@ from runtime import (
     EXPOSED_PARAMETERS,
     QUANTIZATIONS,
     STORED_DTYPES,
+    DraftModel,
     InputError,
     IntegerOrWord,
     ModelConfig,
@@ -85,8 +86,8 @@ def _read_model(values: flags.FlagValues, prefix: str = "") -> tuple[str, ModelC
     return folder.name, parse_config(folder.config), folder.quantization
 
 
-def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, ModelConfig] | None:
-    """Return name and configuration of the draft model; None if no flag names one.
+def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, DraftModel] | None:
+    """Return the draft model and its name; None if no flag names one.
 
     Raises:
       InputError: both flags are given, or a model is not autoregressive.
@@ -95,9 +96,9 @@ def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, Mod
         return None
     if values.draft_model is not None and values.draft_checkpoint is not None:
         raise InputError("give one of --draft_model and --draft_checkpoint", field="draft_checkpoint")
-    name, draft, _ = _read_model(values, "draft_")
+    name, draft, stored = _read_model(values, "draft_")
     check_draft_objectives(config, draft, name)
-    return name, draft
+    return name, DraftModel(draft, values.quantize if stored == "none" else stored)
 
 
 def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:

@@ -29,7 +29,7 @@ def lower_empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) 
 
 
 def lower_take_row(layout: ModelLayout, length: int, cache: Cache, row: Array) -> jax.stages.Lowered:
-    """Lower the copy of one row of a cache, ``length`` positions long; see :func:`runtime.models.kv_cache.take_row`."""
+    """Lower the copy of one row, ``length`` positions long; see :func:`runtime.models.cache_rows.take_row`."""
 
     def take(cache: Cache, row: Array) -> Array:
         return take_row(layout, cache, row, length)
@@ -38,7 +38,7 @@ def lower_take_row(layout: ModelLayout, length: int, cache: Cache, row: Array) -
 
 
 def lower_put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> jax.stages.Lowered:
-    """Lower the insertion of a copied row into a cache, in place; see :func:`runtime.models.kv_cache.put_row`."""
+    """Lower the insertion of a copied row into a cache, in place; see :func:`runtime.models.cache_rows.put_row`."""
 
     def place(cache: Cache, row: Array, taken: Array) -> Cache:
         return put_row(layout, cache, row, taken)

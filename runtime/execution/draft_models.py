@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.execution.runner import check_memory, weight_bytes
@@ -13,6 +13,19 @@ from sharding.errors import InputError
 from sharding.mesh import mesh_beside
 
 _FIELD = "draft_checkpoint"
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """The draft model of an autoregressive model.
+
+    Attributes:
+      config: its configuration.
+      quantization: quantization of its weights, ``none`` or ``int8``.
+    """
+
+    config: ModelConfig
+    quantization: str = "none"
 
 
 def check_draft_objectives(model: ModelConfig, draft: ModelConfig, name: str) -> None:

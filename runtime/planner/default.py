@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from runtime.execution.draft_models import DraftModel
 from runtime.execution.runner import check_memory, device_memory
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
@@ -56,7 +57,7 @@ def default_mesh(
     dtype: Any,
     rows: int,
     quantization: str = "none",
-    draft: ModelConfig | None = None,
+    draft: DraftModel | None = None,
 ) -> MeshSpec:
     """Return the fastest mesh that fits, by the planner's estimate, for ``rows`` rows on all these devices.
 
@@ -82,7 +83,7 @@ def choose_layout(
     stored: str = "float32",
     rows: int = 1,
     quantize: str = "none",
-    draft: ModelConfig | None = None,
+    draft: DraftModel | None = None,
 ) -> tuple[ModelLayout, str, list[str]]:
     """Lay a model out on devices, and check that its weights fit.
 

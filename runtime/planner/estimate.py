@@ -371,7 +371,7 @@ def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
     """Return the meshes that use all devices, divide the model, and leave no device with only padding to compute."""
     devices, slices = topology.num_devices, topology.num_slices
     platform, found = topology.chip.platform, []
-    models = [workload.config] if workload.draft is None else [workload.config, workload.draft]
+    models = [workload.config] if workload.draft is None else [workload.config, workload.draft.config]
     divisors = [tensor_sizes(model, weights_class(model), devices // slices) for model in models]
     sizes = [size for size in divisors[0] if all(size in found for found in divisors)]
     most = workload.batch * (1 + workload.draft_steps if workload.divides_drafts else 1)

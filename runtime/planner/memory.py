@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from runtime.execution.memory import Device, Memory, PassShape, memory_of_passes
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout
+from runtime.models.families import model_layout
 from runtime.planner.workload import Phase, Workload
 from sharding.topology import Chip
 
@@ -26,11 +27,13 @@ def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memo
         [_shape(phase, workload, layout, chip) for phase in workload.phases(layout, chip.platform, widest=True)],
         dtype if workload.has_cache else None,
     )
-    if workload.draft is None:
+    if (draft := workload.draft) is None:
         return found
     # A row may be longer than the draft model allows; its cache has as many positions all the same.
-    own = replace(workload, config=replace(workload.draft, max_positions=workload.config.max_positions), draft=None)
-    return found.beside(estimate_memory(own, own.layout(layout.spec), chip))
+    config = replace(draft.config, max_positions=workload.config.max_positions)
+    own = replace(workload, config=config, draft=None, quantization=draft.quantization)
+    beside = model_layout(draft.config, layout.spec, quantization=draft.quantization)
+    return found.beside(estimate_memory(own, beside, chip))
 
 
 def _shape(phase: Phase, workload: Workload, layout: ModelLayout, chip: Chip) -> PassShape:

@@ -27,6 +27,7 @@ from runtime.decoding.parameters import (
 )
 from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import masks_per_step
+from runtime.execution.draft_models import DraftModel
 from runtime.execution.rows import bucket_length, check_kind, published_config
 from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.execution.specialization import decode_program, sampling_rule
@@ -127,7 +128,7 @@ class Workload:
     quantization: str = "none"
     draft_steps: int = 0
     draft_axis: str = "none"
-    draft: ModelConfig | None = None
+    draft: DraftModel | None = None
 
     def __post_init__(self) -> None:
         kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in _DECODING}

@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpoints import CheckpointFolder, load_weights, open_folder
 from checkpoints.loading import check_weights, kept_quantization
-from runtime.execution.draft_models import check_draft_model, layout_beside
+from runtime.execution.draft_models import DraftModel, check_draft_model, layout_beside
 from runtime.execution.runner import Runner
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout, parse_config
@@ -40,6 +40,16 @@ def open_draft(
     check_draft_model(parse_config(model.config), config, folder.name, vocabularies)
     check_weights(folder, model_layout(config))
     return folder
+
+
+def draft_model(folder: CheckpointFolder | None, quantize: str) -> DraftModel | None:
+    """Return what the planner needs to know about a draft model; None without one.
+
+    Args:
+      folder: its checkpoint, from :func:`open_draft`.
+      quantize: as in :meth:`runtime.engine.Engine.load`.
+    """
+    return None if folder is None else DraftModel(parse_config(folder.config), kept_quantization(folder, quantize))
 
 
 def load_draft(

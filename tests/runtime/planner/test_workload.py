@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig
+from runtime.execution.draft_models import DraftModel
 from runtime.execution.rows import check_kind
 from runtime.models.config import PublishedSettings
 from runtime.models.families import model_layout
@@ -77,13 +78,23 @@ def test_a_plan_requires_a_number_of_drafts() -> None:
 def test_a_plan_counts_the_draft_model() -> None:
     """Its weights and its cache; and the mesh divides both models."""
     plain = Workload(preset("qwen3-8b"))
-    drafted, topology = replace(plain, draft=preset("qwen3-0.6b")), parse_topology("v5e:2x2")
+    drafted, topology = replace(plain, draft=DraftModel(preset("qwen3-0.6b"))), parse_topology("v5e:2x2")
     own, both = (estimate_workload(one, topology, MeshSpec(tensor=4)).memory for one in (plain, drafted))
     layout = model_layout(preset("qwen3-0.6b"), MeshSpec(tensor=4))
     canvas = plain.canvas(layout, "tpu")
     needed = layout.bytes_per_device("bfloat16") + cache_bytes_per_device(layout, 1, canvas, "bfloat16")
     assert both.total - own.total == needed
+    stored = replace(plain, draft=DraftModel(preset("qwen3-0.6b"), "int8"))
+    small = estimate_workload(stored, topology, MeshSpec(tensor=4)).memory.total - own.total
+    quantized = model_layout(preset("qwen3-0.6b"), MeshSpec(tensor=4), quantization="int8")
+    weights = [one.bytes_per_device("bfloat16") for one in (layout, quantized)]
+    assert needed - small == weights[0] - weights[1], "its weights alone are int8"
+    # A table of positions has the draft model's own length.
+    learned = estimate_workload(replace(plain, draft=DraftModel(preset("gpt2"))), topology, MeshSpec(tensor=4)).memory
+    held = {one.name: one.bytes for one in learned.resident}
+    expected = model_layout(preset("gpt2"), MeshSpec(tensor=4)).bytes_per_device("bfloat16")
+    assert held["weights (draft model)"] == expected
     narrow = replace(preset("qwen3-0.6b"), intermediate_size=3074)
-    meshes = candidate_meshes(replace(plain, draft=narrow), topology)
+    meshes = candidate_meshes(replace(plain, draft=DraftModel(narrow)), topology)
     assert {one.tensor for one in candidate_meshes(plain, topology)} == {1, 2, 4}
     assert {one.tensor for one in meshes} == {1, 2}
