@@ -335,13 +335,15 @@ def _former(values: flags.FlagValues) -> dict[str, Any]:
     """Return results and the other checkout of the record that is updated; none without ``--update``.
 
     Raises:
-      InputError: there is no such record.
+      InputError: there is no such record, or another checkout is given.
     """
     if not values.update:
         return {"results": {}, "before": None}
     path = Path(values.output_dir, f"{values.record or 'schedule'}.json")
     if not path.is_file():
         raise InputError(f"--update: {path} does not exist", field="update")
+    if values.before:
+        raise InputError("--update keeps the other checkout of the record: leave --before out", field="before")
     record = parse_json_object(path.read_bytes())
     return {"results": record["results"], "before": record["settings"]["before"]}
 
