@@ -34,10 +34,12 @@ class Mode:
     dtype: str = "float32"
     kv_cache: str = "model"
 
-    def flags(self) -> str:
-        """Return the flags of ``diffumesh generate`` that select the mode."""
-        own = {"algorithm": "entropy", **self.changes, "quantize": self.quantize, "kv_cache": self.kv_cache}
-        return " ".join(f"--{name}={value}" for name, value in {**own, "dtype": self.dtype}.items())
+    def flags(self, new_tokens: int) -> str:
+        """Return the flags of ``diffumesh generate`` that select the mode; by schedule, a step commits one token."""
+        lengths = {"max_new_tokens": new_tokens} | ({} if "parallel" in self.changes else {"steps": new_tokens})
+        weights = {"quantize": self.quantize, "kv_cache": self.kv_cache, "dtype": self.dtype}
+        given = {"preset": "class", **lengths, "algorithm": "entropy", **self.changes, **weights}
+        return " ".join(f"--{name}={value}" for name, value in given.items())
 
     def completer(self, engine: Engine, base: DiffusionConfig) -> Completer:
         """Return a function that completes one prompt in this mode; ``base`` is the exact configuration."""

@@ -248,7 +248,9 @@ def main(values: flags.FlagValues) -> None:
         notes=notes,
     )
     goals = recommended(results)
-    record["recommended"] = {goal: {"mode": name, "flags": MODES[name].flags()} for goal, name in goals.items()}
+    record["recommended"] = {
+        goal: {"mode": name, "flags": MODES[name].flags(values.new_tokens)} for goal, name in goals.items()
+    }
     record["half_the_positions"] = half_the_positions(results, PUBLISHED)
     print("\n".join([*goal_lines(record), *loop_lines(results)]))
     path = write_record(record, values.output_dir, values.record)

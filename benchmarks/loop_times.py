@@ -18,7 +18,7 @@ from runtime import DiffusionConfig, Engine
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a median from order statistics; of few values, their range."""
     ordered = sorted(values)
-    lowest = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2))
+    lowest = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2) - 1)
     return ordered[lowest], ordered[-1 - lowest]
 
 

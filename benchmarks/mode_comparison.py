@@ -72,12 +72,14 @@ def half_the_positions(results: Results, published: str) -> dict[str, Any] | Non
 
     Returns:
       The ``mode`` with the fewest positions among those that are equal to the published setting or better, its
-      positions as a ``share`` of the published ones, and whether the goal of one half is ``met``. None if the published
-      setting or every other mode is missing.
+      positions as a ``share`` of the published ones (both None if there is no such mode), and whether the goal of one
+      half is ``met``. None if the published setting or every other mode is missing.
     """
-    equal = [name for name, row in results.items() if name != published and row.get("to_published", {}).get("equal")]
-    if published not in results or not equal:
+    if published not in results or len(results) == 1:
         return None
+    equal = [name for name, row in results.items() if name != published and row.get("to_published", {}).get("equal")]
+    if not equal:
+        return {"mode": None, "published": published, "share": None, "met": False}
     best = min(equal, key=lambda name: results[name]["positions_per_token"])
     share = results[best]["positions_per_token"] / results[published]["positions_per_token"]
     return {"mode": best, "published": published, "share": round(share, 4), "met": share <= 0.5}

@@ -86,11 +86,14 @@ def goal_lines(record: dict[str, Any]) -> list[str]:
     lines = ["| goal | recommended mode | flags |", "|---|---|---|"]
     lines += [f"| {goal} | `{one['mode']}` | `{one['flags']}` |" for goal, one in record["recommended"].items()]
     if (found := record["half_the_positions"]) is not None:
-        row = results[found["mode"]]
-        lines += [
-            "",
-            f"Goal, half the computed positions of `{found['published']}` at equal quality: "
-            f"{'met' if found['met'] else 'not met'}. `{found['mode']}` has {found['share']:.2f} times its positions, "
-            f"and {_points(row['to_published']).removesuffix(' =')} points more tasks pass.",
-        ]
+        goal = f"Goal, half the computed positions of `{found['published']}` at equal quality: "
+        if found["mode"] is None:
+            said = "not met. No mode is known to have equal quality."
+        else:
+            points = _points(results[found["mode"]]["to_published"]).removesuffix(" =")
+            said = (
+                f"{'met' if found['met'] else 'not met'}. `{found['mode']}` has {found['share']:.2f} times its "
+                f"positions, and {points} points more tasks pass."
+            )
+        lines += ["", goal + said]
     return [*lines, ""]
