@@ -151,7 +151,9 @@ class OfflineScheduler:
         known = runner.buckets.setdefault((program_key(runner, config, canvas), steps, span), set())
 
         def compiling(bucket: Bucket) -> float:
-            return 0.0 if bucket in known else runner.compile_positions()
+            # The bucket of all rows of a call is preferred to known smaller ones that would only save its compilation.
+            free = bucket in known or (width is not None and bucket == top)
+            return 0.0 if free else runner.compile_positions()
 
         candidates = all_buckets(count, canvas, data=data, step=runner.width_step(known=width is None))
         classes = divide(work, candidates if several else [top], cost, compiling)
