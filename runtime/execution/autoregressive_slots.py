@@ -5,8 +5,6 @@ Dimension letters: B slots, T positions of a slot.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +56,10 @@ class AutoregressiveSlots(Slots):
         self._program = decode_program(config, runner.layout.config.vocab_size, draft=draft)
         # Size of the groups of adjacent rows with the same prompt in the first insertion, and whether its prefill is
         # still to run.
-        self._shared, self._prefill_pending, self._together = 1, False, together
+        self._shared, self._prefill_pending = 1, False
+        # A prefill attends to its own keys and values, a chunk to those in the cache. If the cache rounds them, only
+        # chunks give a row the same tokens whenever it comes.
+        self._together = together and runner.cache_dtype.itemsize >= runner.dtype.itemsize
         self._own_prompt = np.ones(count, bool)
         # For each slot, the number of prompt tokens, and how many of them are in the cache.
         self._prompts, self._read = np.ones(count, int), np.ones(count, int)
@@ -128,10 +129,8 @@ class AutoregressiveSlots(Slots):
         if not new:
             return
         if first and self._together and len(new) == len([row for row in rows.values() if row is not None]):
-            own = self.count // self._runner.layout.spec.data
-            self._shared = _shared_prompt_group(
-                [row.tokens for row in rows.values() if isinstance(row, RowRequest)], own
-            )
+            prompts = {slot: tuple(row.tokens) for slot, row in rows.items() if isinstance(row, RowRequest)}
+            self._shared = shared_prompt_group(prompts, self.count // self._runner.layout.spec.data)
             self._own_prompt, self._prefill_pending = np.arange(self.count) % self._shared == 0, True
         elif self._prefill_pending:
             self._prefill()
@@ -239,10 +238,18 @@ def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:
     return np.append(own, np.full(length - len(own), fill, values.dtype))
 
 
-def _shared_prompt_group(prompts: Sequence[Sequence[int]], slots: int) -> int:
-    """Return the largest size of equal groups of adjacent rows such that the rows of each group share a prompt.
+def shared_prompt_group(prompts: Mapping[int, tuple[int, ...]], slots: int) -> int:
+    """Return the largest size of equal groups of adjacent slots such that the rows of each group share a prompt.
 
-    No group crosses a shard of ``slots`` rows.
+    The prompt of a group is read from its first slot, so this slot has a row if the group has any.
+
+    Args:
+      prompts: the prompts, by slot.
+      slots: slots of a ``data`` shard, which no group crosses.
     """
-    runs = [len(list(same)) for _, same in itertools.groupby(prompts, key=tuple)]
-    return math.gcd(*runs, slots) if runs else 1
+
+    def shared(size: int) -> bool:
+        first = {group: prompts.get(group * size) for group in {slot // size for slot in prompts}}
+        return all(first[slot // size] == prompt for slot, prompt in prompts.items())
+
+    return next(size for size in range(slots, 0, -1) if slots % size == 0 and shared(size))

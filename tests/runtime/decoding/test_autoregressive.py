@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.execution.autoregressive_slots import shared_prompt_group
 from runtime.models.declarations import WeightLeaf
 from sharding.errors import InputError
 from tests import golden_cases
@@ -165,6 +166,46 @@ def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mes
     # Each data shard has six of the twelve rows. Groups of three samples fit into a shard; groups of five would not.
     odd = own.generate_tokens(ids[:2], mask[:2], config.replace(seed=seeds[:10]), num_return_sequences=5)
     np.testing.assert_array_equal(odd.sequences[0], together.sequences[0])
+
+
+def test_samples_in_partly_filled_shards_keep_their_prompts(folders: dict[str, Path]) -> None:
+    """Fourteen rows in sixteen slots: a shard with a free slot has rows of two prompts side by side."""
+    generator = np.random.default_rng(1)
+    ids = generator.integers(0, 500, (7, 6))
+    config = SamplingConfig(max_new_tokens=NEW)
+    found = engine(folders["qwen2"], "data=4").generate_tokens(ids, None, config, num_return_sequences=2)
+    for row, prompt in enumerate(ids):
+        alone = engine(folders["qwen2"], "data=1").generate_tokens(prompt[None], None, config)
+        for sample in (2 * row, 2 * row + 1):
+            np.testing.assert_array_equal(found.sequences[sample], alone.sequences[0])
+
+
+@pytest.mark.parametrize(
+    ("slots", "size"),
+    [
+        ({0: "a", 1: "a", 2: "b", 3: "b"}, 2),
+        ({0: "a", 1: "a", 2: "a", 4: "b", 5: "b", 6: "b"}, 4),
+        ({0: "a", 1: "a", 4: "b", 5: "c"}, 1),
+        ({0: "a", 3: "b"}, 1),
+        ({0: "a"}, 4),
+        ({}, 4),
+    ],
+)
+def test_slots_that_share_a_prompt(slots: dict[int, str], size: int) -> None:
+    prompts = {slot: tuple(map(ord, text)) for slot, text in slots.items()}
+    assert shared_prompt_group(prompts, 4) == size
+
+
+def test_a_row_waits_for_a_slot_without_another_result_in_an_int8_cache(folders: dict[str, Path]) -> None:
+    """A row reads its prompt in the same way whether it is among the first rows or comes later."""
+    ids, mask = ragged(515)
+    config = SamplingConfig(max_new_tokens=NEW, log_probabilities=True)
+    split = Engine.load(folders["qwen2"], "tensor=1", dtype="float32", kv_cache="int8", max_batch=1)
+    found = split.generate_tokens(ids, mask, config)
+    for row in range(len(ids)):
+        alone = split.generate_tokens(ids[row : row + 1], mask[row : row + 1], config)
+        np.testing.assert_array_equal(found.sequences[row], alone.sequences[0])
+        np.testing.assert_allclose(found.log_probabilities[row], alone.log_probabilities[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(
