@@ -88,7 +88,10 @@ def window_bounds(
     before = jnp.where(stale, block_start(request, state.block - 1), start)
     if program.first_alone:
         # The pass that writes the previous block needs only the first position of the current one.
-        end = jnp.where(stale, start + 1, end)
+        # If it predicts a mask there, the next pass needs the position before once more.
+        again = ~stale & (start > 0) & _is_masked_at(wanted, start)
+        before = jnp.where(again, start - 1, before)
+        end = jnp.where(stale | again, start + 1, end)
     if program.sub_block_window:
         first, last = _sub_block(request, start, wanted)
         begun = jnp.take_along_axis(state.commit_steps, jnp.minimum(start, wanted.shape[1] - 1)[:, None], axis=1)

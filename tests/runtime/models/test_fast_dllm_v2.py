@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from runtime import DiffusionConfig, Engine
 from runtime.models.config import ConfigError
@@ -75,6 +76,25 @@ def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one(cached: bool) -> No
         start = int(mask[row].argmax())
         alone = engine().generate_tokens(ids[row : row + 1, start:], config=config)
         np.testing.assert_array_equal(alone.sequences[0], together.sequences[row, start:])
+
+
+def test_a_mask_that_the_model_predicts_is_tried_again(tmp_path: Path) -> None:
+    """If the pass for the first position of a block predicts a mask, the next one reads the same output again."""
+    shutil.copy(GOLDEN.folder / "config.json", tmp_path)
+    weights = load_file(GOLDEN.folder / "model.safetensors")
+    ids, mask = prompts()
+    first = engine().generate_tokens(ids, mask, asked(20)).sequences[:, 19:]
+    # The mask token is predicted wherever a frequent token was.
+    frequent = int(np.bincount(first[:, ::BLOCK].ravel(), minlength=MASK).argmax())
+    weights["lm_head.weight"][MASK] = 1.2 * weights["lm_head.weight"][frequent]
+    save_file(weights, tmp_path / "model.safetensors")
+    other = Engine.load(tmp_path, "data=1", dtype="float32")
+    for changes in ({}, {"threshold": 0.0}):
+        plain = other.generate_tokens(ids, mask, asked(20, cache="none", **changes))
+        cached = other.generate_tokens(ids, mask, asked(20, **changes))
+        np.testing.assert_array_equal(cached.sequences, plain.sequences)
+        np.testing.assert_array_equal(cached.commit_steps, plain.commit_steps)
+    assert plain.stats.masks_left > 0
 
 
 def test_a_sub_block_run_alone_is_an_approximation_that_computes_less() -> None:
