@@ -116,8 +116,8 @@ def _may_step(request: DenoiseRequest, state: DenoiseState) -> Array:
 def _has_ended(mask_token: int, request: DenoiseRequest, state: DenoiseState) -> Array:
     """Return the rows that have a committed stop token with no mask before it: bool ``[B]``."""
     places = jnp.arange(state.canvas.shape[1])
-    generated = (places >= request.first[:, None]) & (places < request.lengths[:, None])
-    masked_before = jnp.cumsum((state.canvas == mask_token) & generated, axis=1)
+    inside = places < request.lengths[:, None]
+    masked_before = jnp.cumsum((state.canvas == mask_token) & inside, axis=1)
     # A stop token that fills a mask inside the prompt does not end the row.
     is_stop = (state.canvas[..., None] == request.stop_tokens[:, None]).any(axis=-1)
     is_stop &= places >= request.prompts[:, None]

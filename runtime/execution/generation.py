@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,7 +71,8 @@ class Observers:
         """Check that the callbacks work with a configuration.
 
         Raises:
-          InputError: hooks or history are used with an autoregressive model, or hooks with anything but exact decoding.
+          InputError: hooks or history are used with an autoregressive model, or hooks with anything but exact decoding,
+            with guidance or with stop strings.
         """
         if isinstance(config, SamplingConfig) and (self.hooked or self.history):
             raise InputError("hooks and history require a diffusion model; this checkpoint is autoregressive")
@@ -78,6 +80,10 @@ class Observers:
             raise InputError("hooks are not available for models whose canvas changes its length")
         if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
             raise InputError("hooks require exact decoding, without cache, block_length, parallel and stop tokens")
+        if self.logits_hook is not None and isinstance(config, DiffusionConfig) and config.cfg_scale:
+            raise InputError("logits_hook requires cfg_scale=0: it gets the logits of a pass without guidance")
+        if self.hooked and any(self.stop_tests):
+            raise InputError("hooks are not available with stop strings: all rows run all steps")
         if isinstance(config, DiffusionConfig) and config.draft_steps not in (0, AUTO_DRAFTS) and self.hooked:
             hook = "tokens_hook" if self.tokens_hook is not None else "logits_hook"
             raise InputError(
@@ -239,7 +245,8 @@ def generate_rows(
         if observers.hooked:
             assert isinstance(batch.slots, DiffusionSlots)
             steps = HookedSteps(runner, own, batch.slots, stats.steps)
-            history = steps.run(observers.tokens_hook, observers.logits_hook, observers.history)
+            seen = partial(_show, batch, observers)
+            history = steps.run(observers.tokens_hook, observers.logits_hook, observers.history, seen)
         stopped = not observers.hooked and _watch(batch, observers)
         history = batch.history() if entries else history
         results, stats.forwards, stats.batches = batch.results(stopped), batch.slots.forwards, 1
@@ -279,19 +286,20 @@ def _counted(
 
 def _watch(batch: WatchedBatch, observers: Observers) -> bool:
     """Run a batch step by step and call the observers; return whether stop tests ended all rows early."""
-    watch, progress = observers.watch, observers.progress
-    if progress is not None:
-        progress(0, batch.steps)
-    if watch is not None:
-        watch(0, batch.canvas())
+    _show(batch, observers, 0)
     for done in batch.advance_by(1):
-        if progress is not None:
-            progress(done, batch.steps)
-        if watch is not None:
-            watch(done, batch.canvas())
+        _show(batch, observers, done)
         if done < batch.steps and batch.have_stopped(observers.stop_tests):
             return True
     return False
+
+
+def _show(batch: WatchedBatch, observers: Observers, done: int) -> None:
+    """Tell the observers that ``done`` steps are done."""
+    if observers.progress is not None:
+        observers.progress(done, batch.steps)
+    if observers.watch is not None:
+        observers.watch(done, batch.canvas())
 
 
 def _schedule(

@@ -40,7 +40,13 @@ class HookedSteps:
         """
         self._runner, self._rows, self._slots, self._steps = runner, rows, slots, steps
 
-    def run(self, tokens_hook: TokensHook | None, logits_hook: LogitsHook | None, history: bool) -> np.ndarray | None:
+    def run(
+        self,
+        tokens_hook: TokensHook | None,
+        logits_hook: LogitsHook | None,
+        history: bool,
+        seen: Callable[[int], None] = lambda done: None,
+    ) -> np.ndarray | None:
         """Run all steps.
 
         Args:
@@ -48,17 +54,20 @@ class HookedSteps:
           logits_hook: see :data:`LogitsHook`. In every step, even one that commits nothing, it costs a full forward
             pass and a transfer of float32 logits ``[B, S + N, V]`` to the host and back.
           history: whether to record the canvas after every step, as the hooks left it.
+          seen: called with the number of steps done, at the start and after the hooks of each step.
 
         Returns:
           The history int32 ``[steps, B, S + N]``, or None if it is not recorded.
         """
         kept = []
         self._resume(0, None if tokens_hook is None else tokens_hook(None, self._canvas(), None))
+        seen(0)
         for step in range(self._steps):
             logits = None if logits_hook is None else self._step_with_logits(step, logits_hook)
             if logits is None:
                 self._slots.run(step_limit=step + 1)
             self._resume(step + 1, None if tokens_hook is None else tokens_hook(step, self._canvas(), logits))
+            seen(step + 1)
             if history:
                 kept.append(self._canvas())
         return np.stack(kept) if history else None

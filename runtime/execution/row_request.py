@@ -66,14 +66,18 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
     """Return the position at which the first block of a diffusion request starts: that of its first mask.
 
     With the ``even`` schedule, blocks start after the prompt, as in LLaDA's ``generate.py``: masks in the prompt are
-    candidates in every block, but no block starts at them. Blocks of block-causal attention are counted from
-    position 0.
+    candidates in every block, but no block starts at them. With a cache or a parallel rule, only the masks of a block
+    are candidates, so the first block starts at the first mask there too. Blocks of block-causal attention are counted
+    from position 0.
     """
     prompt = list(request.tokens)
     if model.family.block_causal:
         block = request.config.attention_block_length  # type: ignore[union-attr]
         return (prompt.index(model.mask_token_id) if model.mask_token_id in prompt else len(prompt)) // block * block
-    if model.mask_token_id not in prompt or (model.family.schedule == "even" and request.config.max_new_tokens):
+    config = request.config
+    scheduled = isinstance(config, DiffusionConfig) and config.cache == "none" and config.parallel == "none"
+    after = model.family.schedule == "even" and scheduled and config.max_new_tokens
+    if model.mask_token_id not in prompt or after:
         return len(prompt)
     return prompt.index(model.mask_token_id)
 

@@ -120,7 +120,8 @@ class DiffusionSlots(Slots):
         """
         place = self.state.done.sharding
         zeros = np.zeros(self.count, np.int32)
-        self.request = replace(self.request, first=put(zeros, place))
+        if self.program.schedule != "even":  # masks in a prompt do not count in LLaDA's schedule
+            self.request = replace(self.request, first=put(zeros, place))
         self.state = replace(
             self.state,
             canvas=put(canvas, self.state.canvas.sharding),

@@ -236,6 +236,23 @@ def test_hooks_on_a_mesh_with_filler_rows() -> None:
     np.testing.assert_array_equal(result.history, plain("greedy").history)
 
 
+def test_hooks_leave_progress_and_watch_as_they_are() -> None:
+    seen: dict[str, list[Any]] = {"plain": [], "hooked": []}
+    for name, hooks in (("plain", {}), ("hooked", {"tokens_hook": lambda *_: None})):
+        steps = seen[name]
+        golden_cases.engine().generate_tokens(
+            *rows(),
+            GREEDY,
+            watch=lambda done, canvas, steps=steps: steps.append((done, canvas.tolist())),
+            progress=lambda done, total, steps=steps: steps.append((done, total)),
+            **hooks,
+        )
+    assert seen["hooked"] == seen["plain"]
+    tests = [lambda tokens, whole: None] * len(rows()[0])
+    with pytest.raises(InputError, match="stop strings"):
+        golden_cases.engine().generate_tokens(*rows(), GREEDY, tokens_hook=lambda *_: None, stop_tests=tests)
+
+
 def test_hooks_that_return_nonsense() -> None:
     engine = golden_cases.engine()
     with pytest.raises(InputError, match=r"tokens_hook returned \[1, 2\]; expected \[3, 32\]"):

@@ -66,6 +66,49 @@ def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one(changes: dict[str, 
         np.testing.assert_array_equal(alone.sequences[0], together.sequences[row, mask[row].argmax() :])
 
 
+def with_holes() -> tuple[np.ndarray, np.ndarray | None]:
+    ids, mask = prompts()
+    holes = ids.copy()
+    holes[:, -3] = engine().config.mask_token_id
+    return holes, mask
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"cache": "dual"}, {"cache": "prefix"}, {"parallel": "threshold", "threshold": 0.3}],
+    ids=["dual", "prefix", "threshold"],
+)
+def test_masks_of_a_prompt_are_filled(changes: dict[str, Any]) -> None:
+    ids, mask = with_holes()
+    found = engine().generate_tokens(ids, mask, PLAIN.replace(suppress_mask=True, **changes))
+    assert found.stats.masks_left == 0
+    assert (found.sequences[:, ids.shape[1] - 3] != engine().config.mask_token_id).all()
+
+
+def test_a_row_ends_when_the_masks_of_its_prompt_are_filled() -> None:
+    """A stop token after an open mask does not end the row: all tokens before the end are final."""
+    ids, mask = with_holes()
+    free = engine().generate_tokens(ids, mask, PLAIN)
+    stop = int(free.sequences[0, ids.shape[1] + 1])
+    ended = engine().generate_tokens(ids, mask, PLAIN.replace(stop_token_ids=(stop,)))
+    open_masks = (ended.sequences == engine().config.mask_token_id).any(axis=1)
+    assert not open_masks[(ended.sequences[:, ids.shape[1] :] == stop).any(axis=1)].any()
+
+
+def test_a_hook_that_does_nothing_changes_nothing_in_a_prompt_with_masks() -> None:
+    ids, mask = with_holes()
+    config = DiffusionConfig(8, steps=4, algorithm="low_confidence", block_length=8, suppress_mask=True)
+    plain = engine().generate_tokens(ids, mask, config.replace(block_length=None))
+    hooked = engine().generate_tokens(ids, mask, config.replace(block_length=None), tokens_hook=lambda *_: None)
+    np.testing.assert_array_equal(hooked.sequences, plain.sequences)
+
+
+def test_guidance_and_a_logits_hook_are_refused_together() -> None:
+    config = DiffusionConfig(8, steps=4, algorithm="low_confidence", cfg_scale=1.5)
+    with pytest.raises(InputError, match="logits_hook requires cfg_scale=0"):
+        engine().generate_tokens(*prompts(), config, logits_hook=lambda *_: None)
+
+
 def test_random_positions_differ_from_confident_ones_and_follow_the_seed() -> None:
     ids, mask = prompts()
     runs = {
