@@ -232,6 +232,21 @@ def check_row(
         check_request(RowRequest(tokens, request, 0, suffix).rows, config, request)
 
 
+def check_tokens(tokens: Sequence[int], seed: int, config: ModelConfig) -> None:
+    """Check the tokens and the seed of a row that a caller made.
+
+    Raises:
+      InputError: there is no token, an id is outside the vocabulary, or the seed is out of range.
+    """
+    if not len(tokens):
+        raise InputError("the prompt has no token")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < config.vocab_size:
+            raise InputError(f"token id {token} is outside the vocabulary of {config.vocab_size}")
+    if not 0 <= seed < 1 << 64:
+        raise InputError(f"seed is {seed}; expected an integer from 0 to 2**64 - 1", field="seed")
+
+
 def _check_window(rows: Rows, config: ModelConfig, limit: int) -> None:
     for row, length in enumerate(rows.lengths):
         tokens = rows.tokens[row, :length]

@@ -120,10 +120,15 @@ def score_rows(
         and on memory.
 
     Raises:
-      InputError: a row is longer than the model or ``width`` allows.
+      InputError: a row is longer than the model or ``width`` allows, or ``width`` or ``batch`` do not divide over the
+        mesh.
     """
     check_length(runner, rows)
     layout = runner.layout
+    for name, value, axis in (("width", width, "sequence"), ("batch", batch, "data")):
+        unit = getattr(layout.spec, axis)
+        if value is not None and (value < 1 or value % unit):
+            raise InputError(f"{name}={value}: expected a positive multiple of the {axis} axis ({unit})", field=name)
     longest = rows.tokens.shape[1]
     bucket = width or runner.bucket(longest)
     if longest > bucket:

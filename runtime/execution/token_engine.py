@@ -25,7 +25,7 @@ from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import check_kind, check_row, default_config, prepare_rows, with_model_blocks
+from runtime.execution.rows import check_kind, check_row, check_tokens, default_config, prepare_rows, with_model_blocks
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
 from runtime.models.families import Weights, parse_config
@@ -216,6 +216,7 @@ class TokenEngine:
                 if is_new:
                     check_kind(self.config, request.config)
                 check_row(request.tokens, request.suffix, self.config, request.config)
+                check_tokens(request.tokens, request.seed, self.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error
             if is_new:

@@ -122,5 +122,10 @@ def test_bad_scores() -> None:
     for temperature in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="temperature"):
             engine.score(ids, ids, temperature=temperature)
+    for size in ({"batch": -1}, {"batch": 0}, {"width": -64}, {"width": 0}):
+        with pytest.raises(InputError, match="expected a positive multiple"):
+            engine.score(ids, ids, **size)
+    with pytest.raises(InputError, match=r"batch=3: expected a positive multiple of the data axis \(2\)"):
+        golden_cases.engine("data=2").score(ids, ids, batch=3)
     # Targets at padding are ignored.
     engine.score(ids, np.where(mask == 1, ids, -100), mask)
