@@ -62,6 +62,9 @@ def divide(
     for number, row in enumerate(rows):
         by_width.setdefault(all_widths[bisect.bisect_left(all_widths, row.length)], []).append(number)
     widths = sorted(by_width, reverse=True)
+    # Wider buckets serve only if they need not be compiled.
+    compiled = [(bucket, own, once) for several in shapes.values() for bucket, own, once in several if not once]
+    options = [[*shapes[width], *(one for one in compiled if one[0].width > width)] for width in widths]
     work = [[rows[number].iterations for number in by_width[width]] for width in widths]
     totals, longest = list(map(sum, work)), list(map(max, work))
     # best[i]: the lowest cost of the rows of widths[i] and narrower ones, the bucket of the first class among them, and
@@ -72,7 +75,7 @@ def divide(
         iterations, passes = 0, 0
         for last in range(first, len(widths)):
             iterations, passes = iterations + totals[last], max(passes, longest[last])
-            for bucket, own, once in shapes[widths[first]]:
+            for bucket, own, once in options[first]:
                 cost = once + own * max(passes, iterations / bucket.rows) + best[last + 1][0]
                 if cost < best[first][0]:
                     best[first] = cost, bucket, last + 1

@@ -185,7 +185,8 @@ def test_a_call_with_one_long_prompt_has_narrow_buckets_too(monkeypatch: pytest.
 
 
 def test_utilisation_and_an_early_end() -> None:
-    engine = golden_cases.engine("tensor=1")
+    golden = golden_cases.engine("tensor=1")
+    engine = Engine(golden.layout, golden.weights)  # without the buckets that other tests have compiled
     asked = requests(engine, BASE)
     scheduler = engine.scheduler(asked, 4)
     asked_for_more = iter([True] * 3 + [False] * 1000)
@@ -229,6 +230,15 @@ def test_steps_of_slow_and_of_fast_programs(seconds: float, steps: list[int], mo
     for number, row in gather(more, iterations=offline.Pace(0.15)).items():
         same(row, alone(engine, requests(engine, BASE)[number]))
     assert more.stats.forwards == gathered_forwards(engine)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seed", "says"),
+    [([], 0, "no token"), ([5, 10**6], 0, "outside the vocabulary"), ([-1], 0, "outside"), ([5], -1, "seed is -1")],
+)
+def test_rows_that_a_caller_made_are_checked(tokens: list[int], seed: int, says: str) -> None:
+    with pytest.raises(InputError, match=f"request 1: .*{says}"):
+        golden_cases.engine("tensor=1").scheduler([RowRequest([5], BASE, 0), RowRequest(tokens, BASE, seed)])
 
 
 def gathered_forwards(engine: Engine) -> int:
