@@ -15,7 +15,7 @@ from checkpoints.conversion import copy_side_files
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE, SINGLE_FILE
-from checkpoints.loading import Progress
+from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.lora import merged_tensors
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput
@@ -40,7 +40,9 @@ def export_checkpoint(source: CheckpointFolder, output: FolderOutput, *, progres
         raise CheckpointError(
             f"{source.place}: stored as {source.quantization}; the original weights cannot be recovered from it"
         )
-    found = merged_tensors(source, model_layout(parse_config(source.config)), open_tensors(source))
+    layout, found = model_layout(parse_config(source.config)), open_tensors(source)
+    check_tensors(source, stored_leaves(source, layout), found)
+    found = merged_tensors(source, layout, found)
     shards = _plan_shards(found)
     done, claims = 0, {}
     try:

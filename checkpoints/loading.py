@@ -25,6 +25,7 @@ from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.opening import open_tensors
 from checkpoints.source import DTYPES, Index, Limit, StoredTensor, StoredTensors, read_ahead
 from runtime.models.declarations import ModelLayout, WeightLeaf
+from runtime.models.families import parse_config
 from runtime.models.quantization import QUANTIZATIONS, Quantized
 
 # An object store takes a while to answer a read, so a host reads this many tensors from it at a time, as long as they
@@ -35,6 +36,8 @@ _REMOTE_BYTES = 2 << 30
 # longer than the transposition. Of larger ones, the devices are faster, and the host needs no second copy.
 SMALL_BYTES = 2 << 20
 
+_HEAD = "lm_head.weight"
+
 # Called with the bytes read so far and the bytes to read.
 Progress = Callable[[int, int], None]
 
@@ -42,13 +45,17 @@ Progress = Callable[[int, int], None]
 def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: StoredTensors) -> None:
     """Check that the tensors are exactly those that a model declares.
 
+    A head that is stored although it is tied to the embedding is not used, as in transformers (Qwen3-0.6B has one).
+
     Raises:
       MismatchedCheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors.
     """
     expected = {source: leaf.source_shape for leaf in leaves for source in leaf.sources}
     quantized = {source for leaf in leaves if leaf.quantized for source in leaf.sources}
     problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found.by_name]
-    problems += [f"unknown: {name:.200} {list(found[name].shape)}" for name in found.by_name if name not in expected]
+    unused = {_HEAD} if parse_config(folder.config).tied_embeddings else set()
+    unknown = found.by_name.keys() - expected.keys() - unused
+    problems += [f"unknown: {name:.200} {list(found[name].shape)}" for name in found.by_name if name in unknown]
     for name, copies in found.by_name.items():
         if len(copies) > 1:
             problems.append(f"duplicate: {name:.200} is in {len(copies)} files")

@@ -5,6 +5,7 @@ and transformers loads the export.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -23,8 +24,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from checkpoints import load_weights, open_folder
+from checkpoints import CheckpointError, load_weights, open_folder
+from checkpoints.opening import open_tensors
 from checkpoints.verification import verify
+from runtime import Engine
 from runtime.models.families import model_layout, parse_config
 from sharding.mesh import MeshSpec
 from tests.checkpoints.small import to_canonical, to_huggingface
@@ -101,6 +104,29 @@ def test_there_and_back_to_the_bit(source: Path, checkpoint: Path, tmp_path: Pat
         assert found[name].tobytes() == value.tobytes(), name
     assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert verify(open_folder(checkpoint)) == sum(value.nbytes for value in expected.values())
+
+
+@pytest.mark.parametrize("kind", ["qwen2 tied", "qwen3 tied"])
+def test_a_stored_head_of_a_tied_model_is_not_used(kind: str, tmp_path: Path) -> None:
+    """As in Qwen3-0.6B."""
+    random_model(kind).save_pretrained(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "source")
+    tensors = named(tmp_path / "source")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tmp_path / "source/model.safetensors")
+    plain, stored = (Engine.load(tmp_path / name, "data=1", "float32") for name in ("plain", "source"))
+    ids = np.arange(12)[None]
+    np.testing.assert_array_equal(stored.logits(ids), plain.logits(ids))
+    converted = to_canonical(tmp_path / "source", tmp_path / "canonical")
+    assert "lm_head.weight" not in open_tensors(open_folder(converted)).by_name
+
+
+def test_an_incomplete_folder_is_not_exported(tmp_path: Path) -> None:
+    random_model("qwen2").save_pretrained(tmp_path / "source")
+    tensors = named(tmp_path / "source")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
+        to_huggingface(tmp_path / "source", tmp_path / "exported")
 
 
 def test_transformers_computes_the_same(source: Path, checkpoint: Path, tmp_path: Path) -> None:
