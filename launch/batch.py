@@ -86,7 +86,8 @@ def main(values: flags.FlagValues) -> None:
             for sentence in output.repaired:
                 say(sentence)
             done = output.done(set(order))
-        start_devices(values, checkpoints | {"input": batch.digest})
+        tokens = {"tokens": batch.tokens_digest()} if this_host().count > 1 else {}
+        start_devices(values, checkpoints | {"input": batch.digest} | tokens)
         done = of_bits(this_host().gather("done", as_bits(done, order))[0], order)
         if done:
             say(f"{len(done)} of {len(order)} results exist already")

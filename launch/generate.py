@@ -13,6 +13,7 @@ default, the settings that the model's authors publish.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
@@ -96,7 +97,9 @@ def main(values: flags.FlagValues) -> None:
     check_request(read_rows(ids, mask, model, suffixes), model, config)
     seeds = row_seeds(config.seed, len(prompts), values.num_return_sequences)
 
-    start_devices(values, fingerprints(folder, draft) | {"prompts": digest("\0".join([*prompts, *values.suffix]))})
+    # The tokens, because hosts may have other versions of the tokenizer's library, or render a chat at another time.
+    tokens = digest(json.dumps([ids.tolist(), mask.tolist(), suffixes]))
+    start_devices(values, fingerprints(folder, draft) | {"prompts": tokens})
     samples = values.num_return_sequences
     engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch, draft)
     if values.verbose:

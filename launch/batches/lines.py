@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import numpy as np
+
 from launch.batches.collector import paused_collector
 from launch.openai.bodies import (
     Asked,
@@ -81,6 +83,14 @@ class Batch:
     bad: list[BadLine]
     ignored: list[str]
     digest: str
+
+    def tokens_digest(self) -> str:
+        """Return a digest of the valid lines' ids and tokens: for the same file, hosts may read other tokens."""
+        state = hashlib.sha256()
+        for line in self.lines:
+            sizes = len(line.id), len(line.tokens), len(line.suffix)
+            state.update(f"{sizes} {line.id}".encode() + np.array([*line.tokens, *line.suffix], np.int32).tobytes())
+        return state.hexdigest()[:16]
 
 
 def read_batch(path: Path, defaults: Defaults) -> Batch:

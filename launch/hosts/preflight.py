@@ -33,7 +33,7 @@ _SOURCES = ("launch", "runtime", "checkpoints", "sharding")
 _MAX_FLAG_TEXT = 200
 
 # Flags in which hosts may differ, besides the flags of their position: output and local files.
-_OWN_FLAGS = ("compile_cache", "watch", "history_html", "json")
+_OWN_FLAGS = ("compile_cache", "history_html", "json")
 
 
 def code_digest() -> str:
@@ -72,7 +72,11 @@ def flag_facts(values: flags.FlagValues) -> Facts:
 def memory_facts() -> dict[str, float]:
     """Return the free memory and disk space of this host in gigabytes; hosts may differ in them."""
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
-    free = shutil.disk_usage(Path.home() if Path.home().exists() else Path("/")).free
+    try:
+        home = Path.home()
+    except RuntimeError:  # the user has no home folder
+        home = Path("/")
+    free = shutil.disk_usage(home if home.exists() else Path("/")).free
     return {
         "free memory, GB": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
         "free disk, GB": round(free / 1e9, 1),

@@ -61,7 +61,11 @@ def cache_lines(path: str) -> Iterator[str]:
     if not path:
         yield "none (--compile_cache names a folder)"
         return
-    folder = Path(path).expanduser()
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError:
+        yield f"{path}: the user has no home folder"
+        return
     files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
     if not folder.is_dir():

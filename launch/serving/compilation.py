@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from launch.hosts.faults import host_name
 from runtime import BackgroundCompiler, Executor, Programs, Scheduler
 
 # The programs that one host has compiled, in order: a fingerprint for each, or None if compilation failed.
@@ -89,7 +90,10 @@ class Compilation:
             programs = self._order[self._settled]
             prints = {report[self._settled] for report in reports}
             if None in prints:
-                say(f"not used, because compilation failed: {programs}: {self._compiler.done[self._settled].error}")
+                failed = [host for host, report in enumerate(reports) if report[self._settled] is None]
+                names = ", ".join(host_name(host, None) for host in failed)
+                why = f": {self._compiler.done[self._settled].error}" if 0 in failed else ""
+                say(f"not used, because compilation failed on {names}: {programs}{why}")
             elif len(prints) > 1:
                 raise RuntimeError(f"the hosts compiled different programs: {programs}")
             elif programs.pool is None:

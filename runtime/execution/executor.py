@@ -100,8 +100,10 @@ class Executor:
         """Compile all programs of a bucket. May be called from any thread.
 
         Returns:
-          A fingerprint of all programs compiled so far. It is equal on hosts that compiled the same programs.
+          A fingerprint of these programs, equal on hosts that compiled the same ones; empty on a single host.
         """
+        # A host that failed at an earlier bucket must not differ in all later ones.
+        self._runner.programs.fingerprint = ""
         if programs.pool is not None:
             self.pools[programs.pool].compile(programs.bucket)
         else:

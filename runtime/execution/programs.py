@@ -327,8 +327,8 @@ class ProgramCache:
       seconds: time spent on compiling and reading.
       before_run: called before each run of a program; with its lowering if the program has to be compiled first,
         otherwise with None.
-      fingerprint: hash of the programs that were compiled by :meth:`prepare`. It is equal on hosts that compiled the
-        same programs, and empty if there is only one host.
+      fingerprint: hash of the programs that :meth:`prepare` has compiled since the caller cleared it. It is equal on
+        hosts that compiled the same programs, and empty if there is only one host.
     """
 
     fingerprint = ""

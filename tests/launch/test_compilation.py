@@ -91,7 +91,7 @@ def test_the_most_wanted_first_and_used_when_every_host_has_it(executor: Executo
     assert wanted[-1].pool is None
     assert executor.score_widths == [128, 64]
     failed, finished = said
-    assert "0: 1 x 32: MemoryError: too little" in failed
+    assert "failed on host 0, host 1: mode 0: 1 x 32: MemoryError: too little" in failed
     assert finished.startswith("all programs are compiled; background compilation took ")
     assert re.search(r"took \d+ s: mode 0: 2 x 64 in \d+\.\d s, .*scores: 1 x 64 in \d+\.\d s$", finished)
     compilation.stop(60)

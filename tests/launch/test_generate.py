@@ -335,6 +335,23 @@ def test_a_generation_that_hangs_is_ended(number: signal.Signals, code: int) -> 
     assert re.search(rf"^stopped by {number.name} in a long step: 4 tokens of text in \d+\.\d\d s$", done.stderr, re.M)
 
 
+def test_a_generation_that_hangs_ends_even_if_its_text_cannot_be_printed() -> None:
+    program = """if True:
+        import signal, time
+        from launch.process import interruption, startup
+        interruption.SECONDS_TO_STOP = 1.3
+        def show(rows):
+            raise BrokenPipeError
+        with startup.this_host(), interruption.Interruption(1, show) as found:
+            found.stop_tests([None])[0]((1, 2), False)
+            startup.this_host().mark()
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(60)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130, done.stderr
+
+
 def test_text_so_far_ends_where_a_completion_ends(capsys: pytest.CaptureFixture[str]) -> None:
     """At an end token or at a stop string, whichever comes first."""
     tokenizer = TextTokenizer.from_folder(open_folder(DEMO))
