@@ -49,8 +49,10 @@ class BatchFolder:
             raise InputError(f"--output_dir={path}: cannot be written to ({error.strerror or error})") from error
         try:
             self._lock()
+            # A run writes run.json before its first record. Other files are refused later, and left as they are.
+            own = (path / RUN).is_file()
             for name in (RESULTS, ERRORS):
-                self._open(name)
+                self._open(name, repair=own)
         except InputError:
             self.close()
             raise
@@ -103,15 +105,15 @@ class BatchFolder:
                 "none does, run the same command again"
             )
 
-    def _open(self, name: str) -> None:
+    def _open(self, name: str, repair: bool) -> None:
         path = self.path / name
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._files[name] = handle
             size, whole = os.fstat(handle).st_size, 0
-            if size:
+            if size and repair:
                 whole = _end_of_last_line(handle, size)
-            if whole < size:
+            if repair and whole < size:
                 os.ftruncate(handle, whole)
                 os.fsync(handle)
                 self.repaired.append(f"{path}: removed an incomplete last line; it is computed again")
@@ -132,7 +134,7 @@ class BatchFolder:
         path = self.path / RUN
         try:
             if not path.exists():
-                if os.fstat(self._files[RESULTS]).st_size:
+                if any(os.fstat(handle).st_size for handle in self._files.values()):
                     raise InputError(f"{self.path}: there are results but no {RUN}; name another --output_dir")
                 return
             if path.stat().st_size > _MAX_RUN_BYTES:

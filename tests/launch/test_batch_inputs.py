@@ -21,7 +21,7 @@ from checkpoints import DEMO, CheckpointError, open_folder
 from launch.batches import folder as batch_folder
 from launch.batches import lines as batch_lines
 from launch.batches.collector import paused_collector
-from launch.batches.folder import LOCK, RESULTS, BatchFolder
+from launch.batches.folder import ERRORS, LOCK, RESULTS, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
 from launch.batches.records import Key, as_bits, of_bits
 from launch.openai.bodies import Defaults, read_asked
@@ -290,6 +290,16 @@ def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
                 held.done(known)
         finally:
             held.close()
+
+
+@pytest.mark.parametrize("name", [RESULTS, ERRORS])
+def test_files_of_another_program_are_left_as_they_are(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b'{"a": 1}\n{"a": 2}')
+    held = BatchFolder(tmp_path)
+    with pytest.raises(InputError):
+        held.check({})
+    held.close()
+    assert (tmp_path / name).read_bytes() == b'{"a": 1}\n{"a": 2}'
 
 
 def test_hosts_share_what_is_done_in_a_short_message() -> None:
