@@ -21,6 +21,7 @@ from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder,
 from launch.flags.model import check_named, read_mesh
 from launch.process.collectives import collective_lines, probe_mesh
 from launch.process.environment import cache_lines, version_lines
+from launch.process.real_flags import define_real
 from launch.process.startup import (
     define_device_flags,
     is_main_process,
@@ -53,9 +54,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "mesh", None, "Mesh to test collectives on. Default: data over hosts, tensor within each.", flag_values=values
     )
-    flags.DEFINE_float(
-        "megabytes", 16.0, "Size of each collective per device, in megabytes.", 0.001, 4096.0, flag_values=values
-    )
+    define_real("megabytes", 16.0, "Size of each collective per device, in megabytes.", 0.001, 4096.0, values=values)
     define_device_flags(values)
 
 

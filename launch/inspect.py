@@ -16,6 +16,7 @@ from checkpoints import check_tensors, legacy_path, open_tensors, read_manifest,
 from launch.folders.listing import print_architecture, print_meshes, print_names, print_tensors
 from launch.folders.models import open_model
 from launch.folders.pickles import define_config_flag, inspect_pickle
+from launch.process.real_flags import define_real
 from launch.process.startup import run_launcher
 from runtime import InputError
 
@@ -25,12 +26,12 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("checkpoint", None, "Checkpoint to inspect.", flag_values=values)
     define_config_flag(values)
     flags.DEFINE_bool("tensors", False, "List every tensor with its shape and dtype.", flag_values=values)
-    flags.DEFINE_float(
+    define_real(
         "device_memory",
         None,
         "Memory per device in GB: also print on which meshes the weights fit.",
         0.001,
-        flag_values=values,
+        values=values,
     )
 
 

@@ -24,6 +24,7 @@ from launch.plans.plot import check_plot, plot_plans
 from launch.plans.search import plan_topology
 from launch.plans.table import describe_plans, print_plans
 from launch.process.profiling import check_folder
+from launch.process.real_flags import define_real
 from launch.process.startup import compile_only, run_launcher
 from runtime import InputError, MeshError
 from runtime.planner import parse_topology
@@ -58,12 +59,12 @@ def define_flags(values: flags.FlagValues) -> None:
         64,
         flag_values=values,
     )
-    flags.DEFINE_float(
+    define_real(
         "price_per_chip_hour",
         None,
         "Dollars per chip-hour; adds a column with dollars per million tokens.",
         0.0,
-        flag_values=values,
+        values=values,
     )
     flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.", flag_values=values)
     string("plot", None, "Write time, memory and rate or cost of each mesh to this file (PNG, SVG or PDF).")

@@ -11,6 +11,7 @@ from absl import flags
 from launch.flags.decoding import decoding_config
 from launch.flags.requests import request_defaults
 from launch.openai.bodies import Defaults, read_config
+from launch.process.real_flags import define_real
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from runtime import (
@@ -45,7 +46,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_integer(name, default, text, low, high, flag_values=values)
 
     def seconds(name: str, default: float, text: str) -> None:
-        flags.DEFINE_float(name, default, text, 0.01, 1e6, flag_values=values)
+        define_real(name, default, text, 0.01, 1e6, values=values)
 
     string("host", "127.0.0.1", "Address to listen on. Any other than loopback requires --api_key_file.")
     integer("port", 8000, "Port to listen on; 0 for a free one.", 0, 65535)
