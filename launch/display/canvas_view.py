@@ -93,7 +93,7 @@ class CanvasView:
                 end = kind == "end" or place >= cut
                 pieces.append(HistoryToken(self._text(token), None if kind == "mask" else step, end=end))
             pieces += [HistoryToken(text, -1) for text in self._after[number]]
-            rows.append(HistoryRow(title, pieces, max(commit_steps) + 1 if ended_early else result.stats.steps))
+            rows.append(HistoryRow(title, pieces, max(1, max(commit_steps) + 1) if ended_early else result.stats.steps))
         return rows
 
     def _kinds(self, number: int, row: np.ndarray) -> list[TokenKind]:

@@ -87,13 +87,15 @@ class Defaults:
           InputError: a parameter is invalid, or this model does not have it.
         """
         said = json.dumps({name: fields[name] for name in fields if name in _SHARED})
-        if said not in self._configs:
+        # Several threads read requests, and another one may clear the cache at any time.
+        made = self._configs.get(said)
+        if made is None:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
             made = read_config(fields, self).with_end_tokens(self.end_token_ids, default=True)
             check_kind(self.model, made)
             self._configs[said] = made
-        return self._configs[said]
+        return made
 
     @cached_property
     def settings(self) -> Settings:

@@ -43,6 +43,7 @@ class Interruption:
         self._show = show
         self._latest: list[Sequence[int]] = [() for _ in range(rows)]
         self.cut_short = self._over = False
+        self._ending = threading.Lock()
         self._begun = self._heard = 0.0
         self._before: Any = None
 
@@ -56,7 +57,8 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._over = True
+        with self._ending:  # while the other thread prints and exits, this one waits
+            self._over = True
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
@@ -82,12 +84,20 @@ class Interruption:
                 self._note(signal.SIGTERM)
             if self.signal is None or time.monotonic() - self._heard < SECONDS_TO_STOP - 1 or self._over:
                 continue
+            with self._ending:
+                if not self._over:
+                    self._end(self.signal)
+
+    def _end(self, heard: signal.Signals) -> None:
+        """Print the tokens so far, and exit even if that fails: the reader of a pipe may be gone."""
+        try:
             said = "before there was any text"
             if any(self._latest):
                 tokens = self._show(self._latest)
                 said = f"in a long step: {tokens} tokens of text in {time.monotonic() - self._begun:.2f} s"
             sys.stdout.flush()
-            print(f"stopped by {self.signal.name} {said}", file=sys.stderr, flush=True)
+            print(f"stopped by {heard.name} {said}", file=sys.stderr, flush=True)
+        finally:
             os._exit(self.exit_code)
 
     def stop_tests(self, tests: Sequence[StopTest | None]) -> list[StopTest | None]:

@@ -27,8 +27,9 @@ class _Lossy(io.FileIO):
 def prepare_streams() -> None:
     """Open the null device in place of closed standard streams, and discard what standard error does not take.
 
-    Without this, a message that cannot be printed would replace the exit code, and the next file that is opened would
-    get the descriptor of standard output, to which libraries in C++ write.
+    Standard output is UTF-8 in every locale, as JSON has to be, so that any text can be printed. Without the null
+    device, a message that cannot be printed would replace the exit code, and the next file that is opened would get the
+    descriptor of standard output, to which libraries in C++ write.
     """
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is None:
@@ -36,6 +37,8 @@ def prepare_streams() -> None:
             if handle == descriptor:
                 os.set_inheritable(handle, True)
             setattr(sys, name, os.fdopen(handle, mode, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     errors = sys.__stderr__
     if errors is not None and sys.stderr is errors:
         raw = _Lossy(errors.fileno(), "w", closefd=False)

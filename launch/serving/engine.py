@@ -225,9 +225,10 @@ class ServingEngine:
         Raises:
           ApiError: the server is not ready, or the queue is full.
         """
-        if self.state != "ready":
-            self.metrics.refused(self.state)
-            raise ENGINE_FAILED if self.state == "dead" else unavailable(_REFUSALS[self.state])
+        # The engine's thread may change it meanwhile.
+        if (state := self.state) != "ready":
+            self.metrics.refused(state)
+            raise ENGINE_FAILED if state == "dead" else unavailable(_REFUSALS[state])
         if self._waiting >= self._max_queue:
             self.metrics.refused("queue full")
             raise busy(self._retry_after())

@@ -58,7 +58,8 @@ class ResponseStream:
             raise too_late(self._seconds) from None
         self._changed.clear()
         if self.error is not None:
-            raise self.error
+            # Requests share some errors, which would keep the frames of every request that failed so far.
+            raise self.error.with_traceback(None)
 
     def put(
         self,

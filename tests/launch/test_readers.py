@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from launch.serving.errors import ApiError
+from launch.serving.errors import NON_FINITE_LOGITS, ApiError
 from launch.serving.readers import Readers
 from launch.serving.response_stream import ResponseStream
 
@@ -78,6 +78,21 @@ def test_failures_and_the_end() -> None:
             await asyncio.sleep(0.01)
 
     asyncio.run(go())
+
+
+def test_an_error_that_requests_share_keeps_no_frames_of_earlier_ones() -> None:
+    async def waiting() -> None:
+        now = time.monotonic()
+        stream = ResponseStream(now, now + 60)
+        stream.put(error=NON_FINITE_LOGITS)
+        await stream.wait()
+
+    depths = []
+    for _ in range(3):
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(waiting())
+        depths.append(len(caught.traceback))
+    assert depths[0] == depths[1] == depths[2]
 
 
 def test_who_waits_for_an_engine_that_says_nothing_is_told_the_timeout() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,10 @@ def test_the_server_answers_400_and_goes_on(engine: Engine) -> None:
                 assert json.loads(pieces[-1])["error"] == body
         assert there.get("/health").status_code == 200
     assert {"b" * 2} < set(seen), "both kinds were tried"
+
+
+def test_output_is_utf8_in_every_locale() -> None:
+    program = "from launch.process.streams import prepare_streams; prepare_streams(); print('é 你')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=environment)
+    assert done.stdout.decode("utf-8") == "é 你\n"
