@@ -108,7 +108,7 @@ def test_a_table_says_what_its_numbers_are_relative_to() -> None:
     estimated = ("estimated", "decode", "weak", "v5p")
     text = report.table(estimated, [point_of(notes=["b does not fit"]), point_of(notes=["b does not fit", "c too"])])
     assert "\nB does not fit. C too. Speed-up and efficiency are relative to 4 devices, the first row.\n" in text
-    assert "weights together" not in text
+    assert "above 1 where weights are sharded" not in text
     alone = report.table(estimated, [point_of(devices=1)])
     assert alone.endswith(
         "`python -m a`\n\nNot shown: a measurement: times are a roofline model's, and memory is not the compiler's.\n"
@@ -116,10 +116,10 @@ def test_a_table_says_what_its_numbers_are_relative_to() -> None:
     above = [point_of(devices=1), point_of(efficiency=1.3)]
     assert "above 1 where weights are sharded" in report.table(estimated, above)
     rows = [point_of(devices=1), point_of(efficiency=1.3, mesh="data=4,sequence=1,tensor=1")]
-    assert "weights together" not in report.table(estimated, rows)
+    assert "above 1 where weights are sharded" not in report.table(estimated, rows)
     text = report.table(("simulated devices", "decode", "weak", "tensor"), above)
     assert "say nothing about speed" in text
-    assert "weights together" not in text
+    assert "above 1 where weights are sharded" not in text
     compared = [point_of(same_tokens_as_on_the_first=same) for same in (True, False)]
     rows_of = report.table(estimated, compared).splitlines()[4:6]
     assert [line.split("|")[-2] for line in rows_of] == [" yes ", " no "]

@@ -85,6 +85,18 @@ def test_the_comparison_can_fail() -> None:
     wrong[-1, 0, -1] = (wrong[-1, 0, -1] + 1) % 100 + 5
     with pytest.raises(AssertionError, match="more than rounding"):
         assert_same_tokens(wrong, expected, real("greedy"), engine("data=1"), CONFIGS["greedy"])
+    # One run commits a position earlier than the other.
+    mask_id = engine("data=1").config.mask_token_id
+    step, row = next(
+        (step, row)
+        for step, row in itertools.product(range(1, len(expected)), range(expected.shape[1]))
+        if ((expected[step - 1, row] == mask_id) & (expected[step, row] == mask_id)).any()
+    )
+    early = expected.copy()
+    place = int(np.argmax(expected[step, row] == mask_id))
+    early[step:, row, place] = expected[-1, row, place]
+    with pytest.raises(AssertionError, match="1 positions more, 0 fewer"):
+        assert_same_tokens(early, expected, real("greedy"), engine("data=1"), CONFIGS["greedy"])
 
 
 def test_rows_alone() -> None:

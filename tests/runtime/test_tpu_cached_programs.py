@@ -139,8 +139,7 @@ def test_a_cache_of_narrow_heads_is_laid_out_once(cache_dtype: str) -> None:
 def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -> None:
     layout, program = compiled(kind, mesh, cache_dtype)
     text = program.as_text()
-    assert "all-to-all(" not in text
-    assert "collective-permute(" not in text
+    assert not re.search(r" (all-to-all|collective-permute)(-start)?\(", text)
     vocab = layout.padded_vocab
     if layout.spec.tensor > 1:
         assert not re.search(rf"\[(\d+,)*{vocab}(,\d+)*\]", text), "gathered vocabulary"
