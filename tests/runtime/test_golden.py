@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import Engine
+from runtime import DiffusionConfig, Engine
 from tests import golden_cases
 from tests.golden_cases import DREAM, FOLDER, Golden
 
@@ -91,9 +91,10 @@ def check_case(golden: Golden, mesh: str, name: str, as_released: bool = False) 
     config = golden.config(name)
     model = engine(golden, mesh, as_released)
     history = golden.arrays.get(f"{name}.history")
-    result = model.generate_tokens(*golden.inputs(name), config, history=history is not None)
+    result = model.generate_tokens(*golden.inputs(name), config, history=golden.in_blocks or history is not None)
     if golden.in_blocks:
         check_rows(golden, name, result.sequences)
+        check_canvases(golden, name, result.history, config, model.config.mask_token_id)
         passes = golden.passes(name)
         assert passes is None or result.stats.forwards == passes
         return
@@ -109,6 +110,29 @@ def check_case(golden: Golden, mesh: str, name: str, as_released: bool = False) 
         wider = result.history.shape[2] - history.shape[1]
         history = np.pad(history, ((0, 0), (0, wider)), constant_values=-1)[:, None]
     np.testing.assert_array_equal(result.history, history)
+
+
+def check_canvases(
+    golden: Golden, name: str, history: np.ndarray | None, config: DiffusionConfig, mask_token: int
+) -> None:
+    """Assert that the canvases of one row include, in order, those that the original ran its passes on."""
+    passes, facts = (golden.arrays.get(f"{name}.forward_{kind}") for kind in ("ids", "meta"))
+    (prompt, *others), _ = golden.inputs(name)
+    if passes is None or others:
+        return
+    assert history is not None
+    start = np.append(prompt, np.full(config.max_new_tokens, mask_token))
+    canvases = np.concatenate([start[None], history[:, 0]])
+    step, final = 0, int((canvases == canvases[-1]).all(axis=1).argmax())
+    for number, (ids, (first, length, is_stored, *_)) in enumerate(zip(passes[:, 0], facts, strict=True)):
+        if is_stored:
+            continue
+        end = min(first + length, canvases.shape[1])
+        same = (canvases[step:, first:end] == ids[: end - first]).all(axis=1)
+        if not same.any() and config.stop_token_ids and step >= final - 1:
+            return  # the original completes the block after a stop token
+        assert same.any(), f"pass {number}, positions {first} to {end}, after step {step} of {final}"
+        step += int(same.argmax())
 
 
 def check_rows(golden: Golden, name: str, sequences: np.ndarray) -> None:
