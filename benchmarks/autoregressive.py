@@ -3,17 +3,17 @@
   python -m benchmarks.autoregressive                         15 and 128 new tokens, float32, bfloat16 and int8
   python -m benchmarks.autoregressive --variants=float32,int8 --new_tokens=15 --trials=3
 
-Each variant is warmed up with the shapes that are timed. Means and deviations are over consecutive trials. Cached and
-uncached runs must yield the same tokens. ``int8`` quantizes the weights (``int8_cache`` also the cache); activations
-are float32. For comparison, an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M with a cache, on an
-RTX 4070. ``python -m benchmarks.compare_torch --parts=gpt2`` compares with transformers.
+Each variant is warmed up with the shapes that are timed. Its cached and uncached runs take turns, and must yield the
+same tokens. Means and deviations are over the trials. ``int8`` quantizes the weights (``int8_cache`` also the cache);
+activations are float32. For comparison, an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M with a
+cache, on an RTX 4070. ``python -m benchmarks.compare_torch --parts=gpt2`` compares with transformers.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,12 +21,14 @@ import numpy as np
 from absl import flags
 
 from benchmarks.records import (
+    Timing,
     build_record,
     define_record_flags,
     integers,
     kind_of_devices,
     load_notes,
     note_lines,
+    time_alternating,
     use_cores,
     write_record,
 )
@@ -58,13 +60,9 @@ def define_flags(values: flags.FlagValues) -> None:
     define_profiling_flags(values)
 
 
-def rates(call: Callable[[], Any], tokens: int, trials: int) -> dict[str, float]:
-    """Return the tokens per second of a warmed-up call: mean, deviation, minimum and maximum."""
-    found = []
-    for _ in range(trials):
-        start = time.perf_counter()
-        call()
-        found.append(tokens / (time.perf_counter() - start))
+def rates(timing: Timing, tokens: int) -> dict[str, float]:
+    """Return the tokens per second of the timed calls: mean, deviation, minimum and maximum."""
+    found = [1e3 * tokens / milliseconds for milliseconds in timing.each]
     return {
         "mean": round(statistics.mean(found), 2),
         "deviation": round(statistics.stdev(found), 2),
@@ -81,22 +79,22 @@ def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list
     engine = Engine.random(config, "data=1", dtype, quantize=quantize, kv_cache=kv_cache)
     rows: list[dict[str, Any]] = []
     for new in lengths:
-        sequences = {}
         # Without a cache, the dtype of the cache makes no difference, so one variant without a cache is enough.
-        for cached in (True, False) if kv_cache == "model" else (True,):
-            request = SamplingConfig(max_new_tokens=new, use_cache=cached)
-
-            def call(engine: Engine = engine, request: SamplingConfig = request) -> Any:
-                return engine.generate_tokens(prompt, None, request)
-
-            warm = call()
-            sequences[cached] = warm.sequences
-            width = values.prompt + new
+        calls = {
+            str(cached): partial(
+                engine.generate_tokens, prompt, None, SamplingConfig(max_new_tokens=new, use_cache=cached)
+            )
+            for cached in ((True, False) if kv_cache == "model" else (True,))
+        }
+        made = {name: call() for name, call in calls.items()}
+        timings = time_alternating(calls, values.trials, warmup=1)
+        for said, call in calls.items():
+            cached, width = said == "True", values.prompt + new
             row = {
                 "variant": name,
                 "cached": cached,
                 "new_tokens": new,
-                "tokens_per_second": rates(call, values.batch * new, values.trials),
+                "tokens_per_second": rates(timings[said], values.batch * new),
                 "programs_compiled_when_timed": call().stats.compiled_programs,
                 "weight_bytes": engine.layout.bytes_per_device(dtype),
                 "cache_bytes": cache_bytes_per_device(
@@ -111,7 +109,8 @@ def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list
             profile_again(values, label, call, engine.program_texts)
         # An int8 cache changes the model; any other cache must not change tokens.
         if kv_cache == "model" and dtype == "float32":
-            assert (sequences[True] == sequences[False]).all(), "cached and uncached tokens differ"
+            same = np.array_equal(made["True"].sequences, made["False"].sequences)
+            assert same, "cached and uncached tokens differ"
     return rows
 
 

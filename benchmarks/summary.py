@@ -65,7 +65,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
     if (scheduler := read("offline_scheduler")) is not None:
         each = [row["throughput_ratio"] for row in scheduler["results"].values()]
         result = f"{min(each):.2f}x to {max(each):.2f}x the throughput"
-        yield "continuous batching beside fixed batches", result, f"`{_command(scheduler)}`"
+        yield "continuous batching versus fixed batches", result, f"`{_command(scheduler)}`"
     if (full := read("full_checkpoint")) is not None:
         convert = full["results"]["convert"]
         result = f"{convert['seconds']:.0f} s, peak {convert['peak_resident_bytes'] / 1e9:.1f} GB of host memory"
@@ -77,19 +77,21 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
 
 
 def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, str, str]]:
-    """Yield a row for each model, of its cases on one core. Earlier records have one model and number of cores."""
+    """Yield a row for each model, of its cases on one core.
+
+    Earlier records, whose PyTorch did not run in the faster of its libraries, are left out.
+    """
     models: dict[str, list[Record]] = {}
     for row in record["results"].get(kind, ()):
-        if row.get("cores", 1) == 1 and "out_of_memory" not in row:
-            models.setdefault(row.get("model", "mid-size"), []).append(row)
+        if row.get("cores") == 1 and "torch_backend" in row and "out_of_memory" not in row:
+            models.setdefault(row["model"], []).append(row)
     for model, rows in models.items():
         each = [row["times_as_fast"]["median"] for row in rows]
         same = all(row["share_of_equal_new_tokens"] == 1.0 for row in rows)
         # Samples of two generators cannot be equal, so greedy generations are compared in their place.
         equal = f", same {'greedy ' if 'samples' in rows[0] else ''}tokens" if same else ""
-        where = " on one core" if "cores" in rows[0] else ""
         result = f"{min(each):.1f}x to {max(each):.1f}x as fast{equal}"
-        yield f"{model} model beside PyTorch{where}, {words}", result, f"`{_command(record)}`"
+        yield f"{model} model versus PyTorch on one core, {words}", result, f"`{_command(record)}`"
 
 
 def _command(record: Record) -> str:

@@ -225,7 +225,8 @@ def first_log_probabilities(
 
     with torch.inference_mode():
         canvas = _with_masks(torch, prompt, mask_token, config.max_new_tokens)
-        logits = _predictions(torch, model(canvas).logits, prediction_offset)[:, prompt.shape[1] :]
+        outputs = model(canvas, use_cache=False).logits
+        logits = _predictions(torch, outputs, prediction_offset)[:, prompt.shape[1] :]
         kept = _filtered(torch, logits, config)
         dropped = kept == torch.finfo(kept.dtype).min
         return torch.log_softmax(kept.float().masked_fill(dropped, -torch.inf), dim=-1)
@@ -254,7 +255,8 @@ def diffusion_generate(
         times = torch.linspace(1.0, config.eps, steps + 1)
         for step in range(steps):
             masked = canvas == mask_token
-            logits = _filtered(torch, _predictions(torch, model(canvas).logits, prediction_offset)[masked], config)
+            outputs = model(canvas, use_cache=False).logits
+            logits = _filtered(torch, _predictions(torch, outputs, prediction_offset)[masked], config)
             probabilities = torch.softmax(logits, dim=-1)
             if config.temperature > 0:
                 tokens = torch.multinomial(probabilities, 1)[:, 0]

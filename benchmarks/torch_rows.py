@@ -131,7 +131,7 @@ class Sides:
         else:
             key = "pass", min(case.batch * case.canvas, _PROBE_POSITIONS)
             probe = self.tokens(np.random.default_rng(0).integers(0, self.config.vocab_size - 2, (1, key[1])))
-            backend = self.faster_backend(key, lambda model: model(probe))
+            backend = self.faster_backend(key, lambda model: model(probe, use_cache=False))
         return self.models[backend], {"torch_backend": backend, "torch_backends_ms": self.probed[key]}
 
 
@@ -159,15 +159,15 @@ def _compare_forward(sides: Sides, case: Case, values: flags.FlagValues) -> dict
     ours, tokens = ForwardPass.compile(engine, ids), sides.tokens(ids)
     model, found = sides.choose(case, ids)
     with sides.torch.inference_mode():
-        there = model(tokens).logits.float().cpu().numpy()
+        there = model(tokens, use_cache=False).logits.float().cpu().numpy()
     here = as_float32(ours.logits(), config.vocab_size)
     difference = float(np.linalg.norm(here - there) / np.linalg.norm(there))
     del here, there
     calls = {
         "jax transformer": ours.hidden,
-        "torch transformer": sides.theirs(lambda: model.model(tokens)),
+        "torch transformer": sides.theirs(lambda: model.model(tokens, use_cache=False)),
         "jax logits": ours.logits,
-        "torch logits": sides.theirs(lambda: model(tokens)),
+        "torch logits": sides.theirs(lambda: model(tokens, use_cache=False)),
     }
     timings = time_alternating(calls, values.repeats, warmup=1, seconds=values.row_seconds)
     label = f"{sides.name} forward batch {case.batch} canvas {case.canvas}"
