@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from runtime.decoding.choices import confidence_ranks, sums_by_rank
-from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start
+from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
 
 Array = jax.Array
 
@@ -94,8 +94,11 @@ def window_bounds(
         end = jnp.where(stale | again, start + 1, end)
     if program.sub_block_window:
         first, last = _sub_block(request, start, wanted)
-        begun = jnp.take_along_axis(state.commit_steps, jnp.minimum(start, wanted.shape[1] - 1)[:, None], axis=1)
-        passes = state.step_in_block - (program.first_alone & (begun[:, 0] >= 0))
+        begun = jnp.take_along_axis(state.commit_steps, jnp.minimum(start, wanted.shape[1] - 1)[:, None], axis=1)[:, 0]
+        # Passes over the whole block: those after the step that committed its first position alone.
+        passes = jnp.where(
+            program.first_alone & (begun >= 0), row_steps(request, state) - begun - 1, state.step_in_block
+        )
         # This is an approximation: the rest of the block keeps keys and values of the last pass over the whole block.
         alone = ~stale & (passes > 0) & ~_is_masked_at(wanted, first)
         before, end = jnp.where(alone, first, before), jnp.where(alone, last, end)

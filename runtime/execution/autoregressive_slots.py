@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from runtime.decoding.decode_state import DraftedWeights
@@ -59,7 +60,8 @@ class AutoregressiveSlots(Slots):
         self._shared, self._prefill_pending = 1, False
         # A prefill attends to its own keys and values, a chunk to those in the cache. If the cache rounds them, only
         # chunks give a row the same tokens whenever it comes.
-        self._together = together and runner.cache_dtype.itemsize >= runner.dtype.itemsize
+        rounds = jnp.promote_types(runner.cache_dtype, runner.dtype) != runner.cache_dtype
+        self._together = together and not rounds
         self._own_prompt = np.ones(count, bool)
         # For each slot, the number of prompt tokens, and how many of them are in the cache.
         self._prompts, self._read = np.ones(count, int), np.ones(count, int)

@@ -327,8 +327,8 @@ class ProgramCache:
       seconds: time spent on compiling and reading.
       before_run: called before each run of a program; with its lowering if the program has to be compiled first,
         otherwise with None.
-      fingerprint: hash of the programs that :meth:`prepare` has compiled since the caller cleared it. It is equal on
-        hosts that compiled the same programs, and empty if there is only one host.
+      fingerprint: hash of the programs that :meth:`prepare` has returned since the caller cleared it. It is equal on
+        hosts that prepared the same programs, and empty if there is only one host.
     """
 
     fingerprint = ""
@@ -337,6 +337,7 @@ class ProgramCache:
         """Create an empty cache for devices of one platform; see :func:`compiler_options`."""
         self._options = compiler_options(platform, widens)
         self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
+        self._hashes: dict[Hashable, str] = {}
         self._lock = threading.Lock()
         self.compiled = self.cached = 0
         self.seconds = 0.0
@@ -353,7 +354,10 @@ class ProgramCache:
 
         If ``counts`` is False, the program is not counted either.
         """
-        return self._get(key, lower, None, counts)
+        program = self._get(key, lower, None, counts)
+        if counts and (own := self._hashes.get(key)) is not None:
+            self.fingerprint = hashlib.sha256((self.fingerprint + own).encode()).hexdigest()
+        return program
 
     def __contains__(self, key: Hashable) -> bool:
         """Return whether the program has been compiled."""
@@ -377,7 +381,7 @@ class ProgramCache:
                 tell(None)
             return program.result()
         try:
-            program.set_result(self._compile(lower, tell, counts))
+            program.set_result(self._compile(key, lower, tell, counts))
         except BaseException as error:
             # The next call tries again.
             del self._programs[key]
@@ -387,6 +391,7 @@ class ProgramCache:
 
     def _compile(
         self,
+        key: Hashable,
         lower: Callable[[], jax.stages.Lowered],
         tell: Callable[[jax.stages.Lowered | None], None] | None,
         counts: bool,
@@ -394,10 +399,10 @@ class ProgramCache:
         start, hits = time.perf_counter(), _cache_hits()
         before = getattr(hits, "count", 0)
         lowered = lower()
+        if jax.process_count() > 1:
+            self._hashes[key] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if tell is not None:
             tell(lowered)
-        elif counts and jax.process_count() > 1:
-            self.fingerprint = hashlib.sha256((self.fingerprint + lowered.as_text()).encode()).hexdigest()
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.seconds += time.perf_counter() - start

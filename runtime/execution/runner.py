@@ -220,7 +220,9 @@ class Runner:
         """Return the number that bucket widths are multiples of; ``known`` if all rows are known in advance."""
         steps = _KNOWN_WIDTH_STEPS if known else _WIDTH_STEPS
         step = steps.get(self.platform, _WIDTH_STEP_DEFAULT)
-        return math.lcm(step, self.layout.spec.sequence)
+        # On TPU, every shard has whole blocks of attention.
+        sequence = self.layout.spec.sequence
+        return step * sequence if self.platform == "tpu" else math.lcm(step, sequence)
 
     @property
     def weight_bytes(self) -> int:

@@ -354,8 +354,9 @@ def _rope_parameters(raw: Mapping[str, Any]) -> float:
     parameters = raw.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return 10000.0
-    if parameters.get("rope_type", "default") != "default":
-        raise ConfigError(f"config.json: rope_type {parameters['rope_type']!r:.200} is not supported")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))  # "type" is the older name
+    if kind != "default":
+        raise ConfigError(f"config.json: rope_type {kind!r:.200} is not supported")
     return _read_real(parameters, "rope_theta", default=10000.0)
 
 

@@ -10,6 +10,8 @@ Decoding follows ``generate`` of the published modelling code, with these differ
 * The number of new tokens is an exact limit. The original counts blocks, and adds one token after the last block.
 * Each row ends at its own stop token. The original tests the first row only, and its sampler for batches fails if every
   row ends in its first block.
+* If the mask token is predicted for the first position of a block, that position is predicted alone again, from the
+  output before it. The original then predicts it from its own output, with the rest of its sub-block.
 * With ``sub_block_cache``, each row decides on its own whether to compute only its sub-block. The original decides for
   the whole batch: by whether any row has a mask at the sub-block's first position.
 """
