@@ -27,7 +27,7 @@ from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.manifest import MANIFEST_FILE, Manifest, TensorEntry, chunk_grid, digest
 from checkpoints.non_finite import NonFinite
 from checkpoints.opening import open_tensors
-from checkpoints.output import MARK_FILE, FolderOutput, Output
+from checkpoints.output import MARK_FILE, FolderOutput, ObjectOutput, Output
 from checkpoints.processes import Processes
 from checkpoints.quantized import quantized_tensors
 from checkpoints.source import DTYPES, StoredTensors
@@ -121,6 +121,11 @@ class _Conversion:
             raise CheckpointError(f"{self.source.place}: stored as {stored}, so it can only be copied")
         if self.dtype is not None and quantize != "none":
             raise CheckpointError(f"dtype {self.dtype} and quantization {quantize} cannot be combined; choose one")
+        if isinstance(self.output, ObjectOutput) and (remote := self.source.remote) is not None:
+            # Its tensors are read while the output is written, in whose place nothing can be set aside.
+            here, there = (f"{place.rstrip('/')}/" for place in (self.output.place, remote.place))
+            if here.startswith(there) or there.startswith(here):
+                raise CheckpointError(f"{self.output.place} is the source, or contains it; name another output")
         if not self.processes.is_first:
             return ""
         mark = secrets.token_hex(16)

@@ -39,7 +39,7 @@ ARRAY_FOLDERS = (f"{WEIGHTS_FOLDER}/state", WEIGHTS_FOLDER, "state/state", "stat
 # Orbax's description of a tree of arrays, in the folder of the arrays.
 TREE_FILE = "_METADATA"
 # Suffix of the folder in which a conversion writes. Such a folder is never taken for a checkpoint.
-STAGING_SUFFIX = ".converting"
+STAGING_SUFFIX = ".diffumesh-converting"
 
 # Files that belong to a checkpoint beside its weights: configuration, tokenizer, licence. Code and pickles do not.
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
@@ -379,7 +379,7 @@ def _fetch_url(url: str, weights: bool) -> Path:
             name: files[name] for name in sorted(files) if is_side_file(name) or (weights and is_safetensors(name))
         }
         # A change at the source, even of the same size, leads to another folder here.
-        identity = [url, *(f"{name} {system.ukey(info['name'])}" for name, info in wanted.items())]
+        identity = [url, *(f"{name} {_version(system, info)}" for name, info in wanted.items())]
         cache = _cache_folder("\n".join(identity))
         for name, info in wanted.items():
             target = cache / name
@@ -391,6 +391,16 @@ def _fetch_url(url: str, weights: bool) -> Path:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{url}: cannot be read ({error}; fsspec {fsspec.__version__})") from error
+
+
+def _version(system: Any, info: dict[str, Any]) -> str:
+    """Return what changes with the contents of a file."""
+    key = str(system.ukey(info["name"]))
+    if "http" not in system.protocol:
+        return key
+    # There, fsspec's key depends on the URL alone.
+    said = system.info(info["name"])
+    return " ".join([key, *(str(said.get(name)) for name in ("ETag", "Last-Modified", "size"))])
 
 
 def _list_url(system: Any, root: str) -> dict[str, dict[str, Any]]:

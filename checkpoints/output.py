@@ -57,12 +57,12 @@ class FolderOutput:
     @property
     def _set_aside(self) -> Path:
         """Path of the old checkpoint between two renames, on systems that cannot exchange names."""
-        return self.path.with_name(self.path.name + ".replaced")
+        return self.path.with_name(self.path.name + ".diffumesh-replaced")
 
     @property
     def _removing(self) -> Path:
         """Path of the old checkpoint while it is deleted. It is never restored."""
-        return self.path.with_name(self.path.name + ".removing")
+        return self.path.with_name(self.path.name + ".diffumesh-removing")
 
     def prepare(self, overwrite: bool) -> list[str]:
         """Check that the output can be written, and clean up after an interrupted conversion.
@@ -81,9 +81,11 @@ class FolderOutput:
                 raise CheckpointError(f"{self.path}: there is no folder {self.path.parent} to write into")
             if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
                 raise CheckpointError(f"{self.path} is a file or a link, which is not replaced; name another output")
-            said = self.clean_up()
             if self.path.exists() and not overwrite:
                 raise CheckpointError(f"{self.path} exists; name another output, or pass --overwrite to replace it")
+            said = self.clean_up()
+            if said and self.path.exists() and not overwrite:
+                raise CheckpointError(f"{said[0]}; it exists: name another output, or pass --overwrite to replace it")
         return said
 
     def clean_up(self) -> list[str]:

@@ -239,6 +239,8 @@ def main(values: flags.FlagValues) -> None:
             trainer.save(state, record)
             save(folder, {**files, "training.json": record}, trainer.weights())
             saved = time.monotonic()
+    # Again, for a run that ended after its state was saved, or goes on with another folder.
+    save(folder, {**files, "training.json": record}, trainer.weights())
     print(f"saved {folder}: {sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6:.1f} MB")
 
 

@@ -45,6 +45,7 @@ else
   echo "another run is under way on this host" | mark "log "
   code=2
 fi
+[ -z "$(tail -c 1 "$run/log")" ] || echo >&4 # the last line of the program may have no end
 echo "exit [$name] $code" >&4
 echo "$code" >"$run/code"
 '

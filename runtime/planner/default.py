@@ -46,7 +46,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
         if box == per_slice and per_slice * len(slices) == len(devices):
             return Topology(chip, tuple(spans), len(slices))
     base = known[0] if known and first.platform == "gpu" else _UNKNOWN
-    chip = replace(base, usable_bytes=memory or 1 << 60)
+    chip = replace(base, usable_bytes=memory or base.usable_bytes or 1 << 60)
     count = len(hosts) if len(devices) % len(hosts) == 0 else 1
     return Topology(chip, (len(devices) // count,), count)
 

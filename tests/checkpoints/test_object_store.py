@@ -28,6 +28,7 @@ from checkpoints.storage import Storage, storage_context
 from checkpoints.verification import verify, write_manifest
 from launch import convert as convert_launcher
 from runtime import Engine
+from runtime.models.families import model_layout, parse_config
 from tests.checkpoints.object_store import ObjectStore
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, to_huggingface, write_source
 from tests.checkpoints.test_processes import convert_together
@@ -73,6 +74,17 @@ def to_store(source: Path, url: str, overwrite: bool = False) -> list[str]:
     said = output.prepare(overwrite)
     convert(open_folder(source), layout_of(source), output)
     return said
+
+
+@pytest.mark.parametrize("output", ["gs://bucket/models/checkpoint", "gs://bucket/models"])
+def test_a_checkpoint_is_not_converted_onto_itself(output: str, url: str, micro: Path, server: ObjectStore) -> None:
+    to_store(micro, url)
+    before = dict(server.objects)
+    target = output_at(output)
+    source = open_folder(url)
+    with pytest.raises(CheckpointError, match="is the source, or contains it"):
+        convert(source, model_layout(parse_config(source.config)), target)
+    assert server.objects == before
 
 
 def test_as_on_disk_to_the_bit(url: str, micro: Path, tmp_path: Path) -> None:

@@ -103,14 +103,14 @@ def test_what_was_replaced_and_cannot_be_removed(micro: Path, tmp_path: Path, mo
     remove: Callable[..., object] = shutil.rmtree
 
     def refuse(path: Path) -> None:
-        if not str(path).endswith(".removing"):  # Orbax removes folders of its own
+        if not str(path).endswith(".diffumesh-removing"):  # Orbax removes folders of its own
             remove(path)
             return
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(
-        CheckpointError, match=r"is written, but the old checkpoint cannot be removed .*checkpoint\.removing"
+        CheckpointError, match=r"is written, but the old checkpoint cannot be removed .*checkpoint\.diffumesh-removing"
     ):
         convert(open_folder(micro), layout_of(micro), output)
     assert contents(output.path) == contents(micro)
@@ -160,7 +160,7 @@ def test_what_is_removed_in_part_is_never_brought_back(
     remove: Callable[..., object] = shutil.rmtree
 
     def killed(path: Path) -> None:
-        if not str(path).endswith(".removing"):  # Orbax removes folders of its own
+        if not str(path).endswith(".diffumesh-removing"):  # Orbax removes folders of its own
             remove(path)
             return
         (path / "config.json").unlink()
@@ -184,7 +184,7 @@ def test_what_a_clean_up_removes_in_part_is_never_brought_back(
 ) -> None:
     """A conversion is killed after it replaced a checkpoint, and the next one while it deletes the old one."""
     output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
-    shutil.copytree(output.path, tmp_path / "checkpoint.replaced")
+    shutil.copytree(output.path, tmp_path / "checkpoint.diffumesh-replaced")
 
     def killed(path: Path) -> None:
         (path / "config.json").unlink()
@@ -223,3 +223,14 @@ def test_a_whole_one_that_was_set_aside_is_brought_back(
     said = FolderOutput(output.path).prepare(overwrite=True)
     assert "restored the old checkpoint" in said[0]
     assert contents(output.path) == contents(micro)
+
+
+def test_folders_with_similar_names_are_left_alone(tmp_path: Path) -> None:
+    kept = [tmp_path / f"checkpoint.{name}" for name in ("replaced", "removing", "converting")]
+    for folder in kept:
+        folder.mkdir()
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(CheckpointError, match="exists; name another output"):
+        FolderOutput(tmp_path / "checkpoint").prepare(overwrite=False)
+    FolderOutput(tmp_path / "checkpoint").prepare(overwrite=True)
+    assert all(folder.is_dir() for folder in kept)
