@@ -19,7 +19,8 @@ from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.local_files import parse_json_object, replace_file
-from checkpoints.storage import FETCHED_BYTES, STORAGE_SCHEMES, Storage
+from checkpoints.storage import STORAGE_SCHEMES, Storage
+from checkpoints.urls import file_version, read_file
 
 logger = logging.getLogger("diffumesh")
 
@@ -379,28 +380,18 @@ def _fetch_url(url: str, weights: bool) -> Path:
             name: files[name] for name in sorted(files) if is_side_file(name) or (weights and is_safetensors(name))
         }
         # A change at the source, even of the same size, leads to another folder here.
-        identity = [url, *(f"{name} {_version(system, info)}" for name, info in wanted.items())]
+        identity = [url, *(f"{name} {file_version(system, info)}" for name, info in wanted.items())]
         cache = _cache_folder("\n".join(identity))
         for name, info in wanted.items():
             target = cache / name
             if not target.is_file():
                 target.parent.mkdir(exist_ok=True)
-                replace_file(target, _download(system, info, MAX_SIDE_FILE_BYTES if is_side_file(name) else None))
+                replace_file(target, read_file(system, info, MAX_SIDE_FILE_BYTES if is_side_file(name) else None))
         return cache
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{url}: cannot be read ({error}; fsspec {fsspec.__version__})") from error
-
-
-def _version(system: Any, info: dict[str, Any]) -> str:
-    """Return what changes with the contents of a file."""
-    key = str(system.ukey(info["name"]))
-    if "http" not in system.protocol:
-        return key
-    # There, fsspec's key depends on the URL alone.
-    said = system.info(info["name"])
-    return " ".join([key, *(str(said.get(name)) for name in ("ETag", "Last-Modified", "size"))])
 
 
 def _list_url(system: Any, root: str) -> dict[str, dict[str, Any]]:
@@ -421,23 +412,6 @@ def _list_url(system: Any, root: str) -> dict[str, dict[str, Any]]:
     if links:
         raise CheckpointError(f"{root}: {links[0]:.200} is a link; name the folder by its path, without a URL")
     return {name: entry for name, entry in found.items() if entry["type"] != "directory"}
-
-
-def _download(system: Any, info: dict[str, Any], most: int | None) -> Iterator[bytes]:
-    """Read a file piece by piece, given fsspec's information about it.
-
-    Raises:
-      CheckpointError: it has more than ``most`` bytes.
-    """
-    size, done = info.get("size") or 0, 0  # not every server tells the size
-    with system.open(info["name"], "rb") as file:
-        while True:
-            if most is not None and max(size, done) > most:
-                raise CheckpointError(f"{info['name']} has at least {max(size, done)} bytes; the limit is {most}")
-            if not (piece := file.read(FETCHED_BYTES)):
-                return
-            done += len(piece)
-            yield piece
 
 
 def _cache_folder(identity: str) -> Path:
