@@ -86,13 +86,19 @@ def test_masks_of_a_prompt_are_filled(changes: dict[str, Any]) -> None:
 
 
 def test_a_row_ends_when_the_masks_of_its_prompt_are_filled() -> None:
-    """A stop token after an open mask does not end the row: all tokens before the end are final."""
-    ids, mask = with_holes()
-    free = engine().generate_tokens(ids, mask, PLAIN)
-    stop = int(free.sequences[0, ids.shape[1] + 1])
-    ended = engine().generate_tokens(ids, mask, PLAIN.replace(stop_token_ids=(stop,)))
-    open_masks = (ended.sequences == engine().config.mask_token_id).any(axis=1)
-    assert not open_masks[(ended.sequences[:, ids.shape[1] :] == stop).any(axis=1)].any()
+    """A stop token after an open mask of the prompt does not end the row: all tokens before the end are final."""
+    ids, mask = prompts()
+    ids, new, mask_token = ids.copy(), ids.shape[1], engine().config.mask_token_id
+    ids[:, -4] = mask_token
+    free = engine().generate_tokens(ids, mask, PLAIN, history=True)
+    assert free.history is not None
+    # The first new token is there before the mask of the prompt is filled.
+    early = (free.history[:, :, new] != mask_token) & (free.history[:, :, new - 4] == mask_token)
+    assert early.any(axis=0).all()
+    for row, step in enumerate(early.argmax(axis=0)):
+        stop = int(free.history[step, row, new])
+        ended = engine().generate_tokens(ids, mask, PLAIN.replace(stop_token_ids=(stop,)))
+        assert ended.sequences[row, new - 4] != mask_token
 
 
 def test_a_hook_that_does_nothing_changes_nothing_in_a_prompt_with_masks() -> None:
