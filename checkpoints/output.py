@@ -99,10 +99,11 @@ class FolderOutput:
         """
         said = []
         with self._writing():
-            mark = self.staging / MARK_FILE
-            if mark.exists():
-                with mark.open("r+b") as file:
-                    self._lock(file)
+            # A conversion that has exchanged the names, and has not ended, holds the marker under the other name.
+            for mark in (self.staging / MARK_FILE, self.path / MARK_FILE):
+                if mark.exists():
+                    with mark.open("r+b") as file:
+                        self._lock(file)
             if self._set_aside.exists() and not self.path.exists():
                 self._set_aside.rename(self.path)
                 said.append(
@@ -141,16 +142,25 @@ class FolderOutput:
         with self._writing():
             _sync_all(self.staging)
             replaced = self._give_name()
+            sync(self.path.parent)
+        with self._removing_the_old():
+            if replaced is not None:
+                # Renamed first, so that a partly deleted checkpoint is never restored; and while the marker is
+                # locked, so that the name that becomes free is not yet another conversion's.
+                replaced.rename(self._removing)
+        with self._writing():
             # Only now: under the other name, a folder without a marker may be removed by another conversion.
             (self.path / MARK_FILE).unlink()
             sync(self.path)
             sync(self.path.parent)
-        if replaced is None:
-            return
+        with self._removing_the_old():
+            if replaced is not None:
+                shutil.rmtree(self._removing)
+
+    @contextlib.contextmanager
+    def _removing_the_old(self) -> Iterator[None]:
         try:
-            # Renamed first, so that a partly deleted checkpoint is never restored.
-            replaced.rename(self._removing)
-            shutil.rmtree(self._removing)
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} is written, but the old checkpoint cannot be removed ({error})"

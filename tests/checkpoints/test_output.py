@@ -149,6 +149,33 @@ def test_replacing_a_checkpoint(exchanges: bool, micro: Path, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
+def test_one_that_takes_its_name_is_left_alone(
+    exchanges: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another conversion begins after every step of the last ones: it is refused while the names are given."""
+    output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
+    if not exchanges:
+        monkeypatch.setattr(output_module, "exchange", lambda one, other: False)
+    output.prepare(overwrite=True)
+    refused = []
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        done = rename(path, target)
+        if path.parent == tmp_path:  # Orbax renames within its folder
+            with pytest.raises(CheckpointError, match="another conversion is writing to it"):
+                FolderOutput(output.path).prepare(overwrite=True)
+            refused.append(target.name)
+        return done
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    convert(open_folder(micro), layout_of(micro), output)
+    assert refused[-1] == "checkpoint.diffumesh-removing"
+    assert contents(output.path) == contents(micro)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
 def test_what_is_removed_in_part_is_never_brought_back(
     exchanges: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
