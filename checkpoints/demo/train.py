@@ -182,6 +182,23 @@ def first_record(
     }  # fmt: skip
 
 
+def check_state(values: flags.FlagValues) -> None:
+    """Write the settings that the contents of the state folder depend on, or compare them with those written there.
+
+    Raises:
+      flags.Error: the state was made with other settings.
+    """
+    path = Path(values.state) / "settings.json"
+    now = {"seed": values.seed, "programs": values.programs, "source": list(values.source)}
+    if not path.exists():
+        replace_file(path, [json.dumps(now).encode()])
+        return
+    before = json.loads(path.read_bytes())
+    changes = [f"{name}: was {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
+    if changes:
+        raise flags.Error(f"--state={values.state} is of another run ({'; '.join(changes)}); use another folder")
+
+
 def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batch], Tokenizer]:
     """Return the training data, fixed batches of development tasks, and the tokenizer; generated on the first run."""
     folder = Path(values.state)
@@ -203,6 +220,7 @@ def main(values: flags.FlagValues) -> None:
     """Generate programs, train from a saved state or from scratch, and save the checkpoint."""
     recipe, folder, state = Recipe(), Path(values.output), Path(values.state) / "state.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
+    check_state(values)
     name = values.device if values.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(values.threads)
     torch.manual_seed(values.seed)
@@ -237,9 +255,10 @@ def main(values: flags.FlagValues) -> None:
             trainer.save(state.with_name("before_decay.pt"), record)
         if last or time.monotonic() - saved > recipe.save_minutes * 60:
             trainer.save(state, record)
-            save(folder, {**files, "training.json": record}, trainer.weights())
+            if not last:
+                save(folder, {**files, "training.json": record}, trainer.weights())
             saved = time.monotonic()
-    # Again, for a run that ended after its state was saved, or goes on with another folder.
+    # Behind the loop, also for a run that ended after its last state was saved, or goes on with another folder.
     save(folder, {**files, "training.json": record}, trainer.weights())
     print(f"saved {folder}: {sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6:.1f} MB")
 
@@ -254,10 +273,10 @@ def run() -> None:
     try:
         if len(values(sys.argv)) > 1:
             raise flags.Error("only flags are expected; see --help")
+        main(values)
     except flags.Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    main(values)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from checkpoints.demo import corpus
 from checkpoints.demo.canvases import Corpus, checking_batches, make_batch, mask_body, training_batch
 from checkpoints.demo.programs import excluded, training_programs
 from checkpoints.demo.recipe import Recipe
-from checkpoints.demo.train import Trainer, first_record, kept_pairs, learning_rate
+from checkpoints.demo.train import Trainer, check_state, define_flags, first_record, kept_pairs, learning_rate
 
 RECIPE = replace(
     Recipe(), vocabulary=400, hidden=32, intermediate=32, layers=1, kv_heads=1, group=2, rows=8, warmup_steps=2
@@ -128,3 +128,16 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert rates[0] < rates[2] == rates[60] == RECIPE.learning_rate
     assert rates[70] > rates[80] > rates[99]
     assert rates[99] == pytest.approx(RECIPE.final_learning_rate)
+
+
+def test_a_state_belongs_to_its_settings(tmp_path: Path) -> None:
+    def check(*more: str) -> None:
+        values = flags.FlagValues()
+        define_flags(values)
+        values(["train", "--output=unused", f"--state={tmp_path}", *more])
+        check_state(values)
+
+    check("--seed=3")
+    check("--seed=3", "--steps=10")
+    with pytest.raises(flags.Error, match=r"of another run \(seed: was 3, now 4; programs: was 200000, now 500\)"):
+        check("--seed=4", "--programs=500")
