@@ -297,7 +297,7 @@ class Estimate:
             seconds = choice_seconds(chip, phase.rows, positions, vocab, candidates)
             share, vector = _TPU_HEAD, seconds * phase.chunks
         return (
-            self._stage("head", flops, head_bytes(layout, jnp.dtype(workload.dtype)), share),
+            self._stage("head", flops, head_bytes(layout, jnp.dtype(workload.dtype)) * phase.head_runs, share),
             self._stage("choice of tokens", 0.0, logits * phase.chunks * passes, compute_seconds=vector),
         )
 

@@ -69,6 +69,7 @@ class Phase:
       chunks: average number of head chunks per pass.
       forwards: average number of passes of this kind in one generation.
       canvases: with drafts, canvases of all rows that a device computes in a pass; otherwise 0, for one of each row.
+      draft_runs: with drafts, average number of head runs per pass; otherwise 0, for one of each chunk.
     """
 
     name: str
@@ -80,6 +81,12 @@ class Phase:
     chunks: float
     forwards: float
     canvases: int = 0
+    draft_runs: float = 0.0
+
+    @property
+    def head_runs(self) -> float:
+        """Average number of head runs per pass. Each of them reads the head's weights."""
+        return self.draft_runs or self.chunks
 
     @property
     def computed(self) -> int:
@@ -293,10 +300,10 @@ class Workload:
     def _drafted(self, phase: Phase, spec: MeshSpec) -> Phase:
         """Return a step with drafts: further canvases, and further head chunks that guess their tokens."""
         # All open positions once more, and for each draft a small chunk that draws its tokens.
-        few = self.draft_steps * min(1.0, redrawn_chunk(spec.sequence) / phase.chunk)
-        chunks = 2 * phase.chunks + few * self.sampling_rule().sampled
+        drawn = self.draft_steps * self.sampling_rule().sampled
+        chunks = 2 * phase.chunks + drawn * min(1.0, redrawn_chunk(spec.sequence) / phase.chunk)
         canvases = phase.rows * (1 + self.draft_steps) // (spec.data if self.divides_drafts else 1)
-        return replace(phase, canvases=canvases, chunks=chunks)
+        return replace(phase, canvases=canvases, chunks=chunks, draft_runs=2 * phase.chunks + drawn)
 
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.

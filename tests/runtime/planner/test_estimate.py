@@ -86,6 +86,15 @@ def test_arithmetic_of_a_denoise_step() -> None:
     assert found.flops + head == pytest.approx(30.6e12, rel=0.01)
 
 
+@pytest.mark.parametrize(("new_tokens", "draft_steps", "runs"), [(128, 0, 1), (256, 0, 2), (256, 3, 7)])
+def test_every_run_of_the_head_reads_its_weights(new_tokens: int, draft_steps: int, runs: int) -> None:
+    """All tokens are masked, in chunks of 128. Drafts guess from all chunks once more, and each of them draws."""
+    workload = Workload(MODEL, new_tokens=new_tokens, steps=1, draft_steps=draft_steps)
+    found = estimate_workload(workload, parse_topology("v5e:2x4"), MeshSpec(tensor=8)).main_phase
+    head = next(stage for stage in found.stages if stage.name == "head")
+    assert head.hbm_bytes == runs * 3584 * 152064 // 8 * 2
+
+
 def test_a_cache_makes_most_passes_small() -> None:
     topology, spec = parse_topology("8xh100"), MeshSpec(data=8)
     exact, dual = (
