@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,6 @@ from runtime.models.families import parse_config
 from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import project_logits
 from sharding.errors import InputError
-from tests import golden_cases
 
 NEW, BLOCK = 16, 8
 
@@ -169,11 +169,22 @@ def test_every_mode_is_a_valid_configuration() -> None:
     assert base.replace(**MODES[PUBLISHED].changes) == published
 
 
-def test_a_likelihood_of_long_completions() -> None:
-    engine = golden_cases.engine("tensor=1")
-    new = engine.generate_tokens(np.array([[5, 6, 7]]), None, DiffusionConfig(max_new_tokens=96, steps=4))
-    found = likelihood(engine, [np.array([5, 6, 7], np.int32)], [new.sequences[0, 3:]], 96)
-    assert 0 < found < 50
+def test_a_likelihood_is_of_hidden_tokens_alone() -> None:
+    """Hidden tokens cost 2 nats each, whatever share of them is hidden; visible ones must not count."""
+    mask, seen = 9, []
+
+    def score(ids: np.ndarray, targets: np.ndarray, real: np.ndarray) -> np.ndarray:
+        hidden = ids == mask
+        assert (targets[~hidden] == ids[~hidden]).all()
+        assert not hidden[:, :3].any()
+        seen.append(hidden.sum() / real.sum())
+        return np.where(hidden, -2.0, -1e6)
+
+    engine = cast(Engine, SimpleNamespace(config=SimpleNamespace(mask_token_id=mask), score=score))
+    prompts, completions = [np.array([5, 6, 7])] * 40, [np.arange(96) % 7] * 40
+    assert likelihood(engine, prompts, completions, 96) == pytest.approx(2.0, rel=0.02)
+    assert len(seen) == 2
+    assert 0.4 < seen[0] < 0.6
 
 
 def test_modes_are_compared_on_the_same_tasks() -> None:
