@@ -109,8 +109,7 @@ def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list
             profile_again(values, label, call, engine.program_texts)
         # An int8 cache changes the model; any other cache must not change tokens.
         if kv_cache == "model" and dtype == "float32":
-            same = np.array_equal(made["True"].sequences, made["False"].sequences)
-            assert same, "cached and uncached tokens differ"
+            rows[-1]["same_tokens_as_cached"] = bool(np.array_equal(made["True"].sequences, made["False"].sequences))
     return rows
 
 
@@ -139,6 +138,8 @@ def main(values: flags.FlagValues) -> None:
         notes=notes,
     )
     print(write_record(record, values.output_dir, values.record))
+    # Last, so that near-ties in one case do not lose the times of all.
+    assert all(row.get("same_tokens_as_cached", True) for row in results), "cached and uncached tokens differ"
 
 
 def autoregressive_table(record: dict[str, Any]) -> str:

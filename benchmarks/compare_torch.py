@@ -256,8 +256,22 @@ def main(values: flags.FlagValues) -> None:
     else:
         cores = numbers_of_cores(values.cores, devices[0].platform)
         results = measure_in_processes(values, cores)
-        if values.memory and device == "cpu":
-            results["memory"] = measure_memory(values, results)
+    write(values, cores, device, results, devices, notes)
+    if values.memory and device == "cpu" and not values.one_process:
+        # Written before, because the times take an hour and memory may run out.
+        results["memory"] = measure_memory(values, results)
+        write(values, cores, device, results, devices, notes)
+
+
+def write(
+    values: flags.FlagValues,
+    cores: Sequence[int],
+    device: str,
+    results: dict[str, list[dict[str, Any]]],
+    devices: Sequence[jax.Device],
+    notes: Sequence[str],
+) -> None:
+    """Write the record of these results, and print where it is."""
     sampling = published(values, 1)
     record = build_record(
         "compare_torch",

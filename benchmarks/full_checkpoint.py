@@ -30,7 +30,7 @@ from absl import flags
 from safetensors.numpy import save_file
 
 from benchmarks.models import SIZES, checkpoint_config
-from benchmarks.records import build_record, define_record_flags, write_record
+from benchmarks.records import build_record, define_record_flags, load_notes, write_record
 from checkpoints.export import write_index
 from checkpoints.local_files import parse_json_object
 from checkpoints.manifest import digest
@@ -239,7 +239,7 @@ def main(values: flags.FlagValues) -> None:
     if not values.folder:
         raise InputError("--folder is missing: name a folder to work in, with 50 GB free for the whole model")
     check_profiling(values)
-    folder = Path(values.folder)
+    folder, notes = Path(values.folder), load_notes()
     if values.phase == "make":
         make_source(folder / "source", values.layers, values.vocab)
         return
@@ -260,7 +260,10 @@ def main(values: flags.FlagValues) -> None:
         kind="measured",
         settings={"layers": values.layers, "vocab": values.vocab, "bytes": size},
         results=results | {"goals": goals(results)},
-        notes=["resident memory counts mapped file pages; restore runs on 8 simulated devices that share one memory"],
+        notes=[
+            *notes,
+            "resident memory counts mapped file pages; restore runs on 8 simulated devices that share one memory",
+        ],
     )
     print(write_record(record, values.output_dir, values.record))
 

@@ -148,7 +148,7 @@ def summarize(found: Overload, queue: int, seconds: float) -> dict[str, Any]:
         ("largest queue", found.watched.waiting, "<=", queue),
         ("p99 of a refusal, ms", refusals["p99"] if refusals else None, "<=", _REFUSAL_MS),
         ("p99 of /health and /metrics, ms", health["p99"] if health else None, "<=", _HEALTH_MS),
-        ("seconds until a request is answered again", found.recovered, "<=", recovery),
+        ("seconds from the planned end of the load until a request is answered", found.recovered, "<=", recovery),
     ]
     return {
         "capacity_per_second": round(found.capacity, 2),
@@ -178,7 +178,7 @@ def overload_table(record: dict[str, Any]) -> str:
         lines.append(f"| {one['what']} | {value} | {one['goal']} | {'yes' if one['met'] else 'NO'} |")
     made = (
         f"{record['kind'].capitalize()}: `{record['command']}`, {results['capacity_per_second']:g} requests per second "
-        f"answered at capacity, {results['offered_per_second']:g} offered for {record['settings']['seconds']:g} s; the "
+        f"answered at capacity, {results['offered_per_second']:g} planned for {record['settings']['seconds']:g} s; the "
         f"load comes from the same {machine['cores']} cores ({machine['processor']})."
     )
     return "\n".join([*lines, "", made, *note_lines(record)])

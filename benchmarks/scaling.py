@@ -110,7 +110,7 @@ def main(values: flags.FlagValues) -> None:
     for what in values.passes:
         for axis in values.axes:
             for mode in MODES:
-                first: dict[str, Any] | None = None
+                points: list[tuple[int, dict[str, Any]]] = []
                 left_out: list[str] = []
                 for count in counts:
                     try:
@@ -119,11 +119,14 @@ def main(values: flags.FlagValues) -> None:
                         left_out.append(f"left out: {axis}={count}, {error}")
                         print(f"{what} {mode} {left_out[-1]}", flush=True)
                         continue
-                    first = first or point
+                    points.append((count, point))
+                    first = points[0][1]
                     add_rates(point, first)
                     if point["canvas"] == first["canvas"]:
                         # Row by row, all points have the same prompts, so tokens of their common rows are compared.
                         point["same_tokens_as_on_the_first"] = bool(point["tokens"].startswith(first["tokens"]))
+                # Written together, so that every record of a table names what was left out of it.
+                for count, point in points:
                     write_point(values, point, kind_of_devices(devices), devices[:count], [*notes, *left_out])
 
 

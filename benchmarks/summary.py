@@ -65,10 +65,12 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
     if (scheduler := read("offline_scheduler")) is not None:
         each = [row["throughput_ratio"] for row in scheduler["results"].values()]
         result = f"{min(each):.2f}x to {max(each):.2f}x the throughput"
-        yield "continuous batching versus fixed batches", result, f"`{_command(scheduler)}`"
+        yield "continuous batching versus a call per batch", result, f"`{_command(scheduler)}`"
     if (full := read("full_checkpoint")) is not None:
         convert = full["results"]["convert"]
         result = f"{convert['seconds']:.0f} s, peak {convert['peak_resident_bytes'] / 1e9:.1f} GB of host memory"
+        if goals := full["results"].get("goals"):  # earlier records have none
+            result += f"; {sum(row['met'] for row in goals)} of {len(goals)} goals met"
         yield "conversion of a 15.2 GB checkpoint", result, "`python -m benchmarks.full_checkpoint --folder=DIR`"
     if (server := read("serve")) is not None and (lone := server["results"].get("lone")):
         each = [row["times_generate"] for row in lone]

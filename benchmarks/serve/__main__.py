@@ -314,6 +314,7 @@ def ratios(results: dict[str, Any]) -> dict[str, Any]:
             ]
             for row in results["lone"]
         }
+    if "lone" in results:
         found["slowest_lone_times_generate"] = max(row["times_generate"] for row in results["lone"])
     return found
 

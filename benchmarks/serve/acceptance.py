@@ -91,9 +91,8 @@ def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Expectati
         if (ratio := results["batch"].get("wall_times_useful_of_canvas")) is not None:
             yield Expectation("the same, each row at the best measured rate of its canvas", ratio)
         if (computed := results["batch"]["warm"].get("computed_positions")) is not None:
-            yield Expectation(
-                "the same, computed positions times useful ones", computed / results["batch"]["useful_positions"]
-            )
+            what = "diffumesh batch: computed positions / useful positions"
+            yield Expectation(what, computed / results["batch"]["useful_positions"])
     if (differing := _differing(results)) is not None:
         yield Expectation.at_most("texts that differ between the servers, the loop and the loads", differing, 0)
     for name, one in results.get("starts", {}).get("starts", {}).items():

@@ -237,7 +237,7 @@ def run_batch(checkout: Checkout, arguments: Sequence[str]) -> dict[str, float]:
     """
     start = time.perf_counter()
     process = subprocess.Popen(
-        [checkout.python, "-m", "launch.batch", *arguments],
+        [checkout.python, "-m", "launch.batch", "--verbose", *arguments],
         cwd=checkout.root,
         env=checkout.environment,
         stdout=subprocess.DEVNULL,
@@ -249,7 +249,7 @@ def run_batch(checkout: Checkout, arguments: Sequence[str]) -> dict[str, float]:
     for line in process.stderr:
         said.append(line)
         this_host().mark()
-        if line.startswith("decoding: "):
+        if line.startswith("decoding: "):  # printed once the model is loaded, with --verbose
             loaded = time.perf_counter()
     if code := process.wait():
         raise InputError(f"the batch ended with exit code {code}:\n{''.join(said)[-2000:]}")

@@ -119,8 +119,8 @@ def measure_while_compiling(
 ) -> dict[str, Any]:
     """Measure a request, sent again and again, while a server compiles programs in the background, and without that.
 
-    Until other programs are compiled, a lone request runs in the widest bucket. Therefore a second server, which has
-    only this bucket, runs the same program while nothing is compiled.
+    Until the program of its own bucket is compiled, which its repetition puts first, a request runs in the widest
+    bucket. A second server has only the widest bucket, and runs it while nothing is compiled.
 
     Args:
       start: starts a server with an empty compile cache and these flags more.

@@ -162,9 +162,9 @@ def compiling_table(results: dict[str, Any]) -> str:
     """Return the table of a request while programs are compiled."""
     found = results["while_compiling"]
     labels = {
-        "compiling": f"while programs are compiled ({found['requests']} requests)",
-        "widest": "in the same bucket, while nothing is compiled",
-        "compiled": "when all programs are compiled",
+        "compiling": f"while programs are compiled ({found['requests']} requests), at first in the widest bucket",
+        "widest": "in the widest bucket, while nothing is compiled",
+        "compiled": "in its own bucket, when all programs are compiled",
     }
     rows = [[label, *(seconds(found[f"{name}_ms"][rank]) for rank in ("p50", "p99"))] for name, label in labels.items()]
     return table([f"one request after another, {found['new_tokens']} new tokens", "p50", "p99"], rows)
