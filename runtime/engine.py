@@ -20,7 +20,7 @@ from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
-from runtime.execution.rows import published_config
+from runtime.execution.rows import check_samples, published_config
 from runtime.execution.runner import Runner, check_attention
 from runtime.execution.token_engine import GenerationConfig, TokenEngine
 from runtime.models.config import ModelConfig
@@ -203,6 +203,7 @@ class Engine(TokenEngine):
         """
         ids, mask, after = encode_prompts(self.tokenizer, prompts, self.config, suffixes=suffixes, chat=chat)
         config, samples = self.with_end_tokens(config), num_return_sequences
+        check_samples(samples)
         tests = self.stop_tests([stop] * (len(ids) * samples), config.stop_token_ids)
         options: dict[str, Any] = {"num_return_sequences": samples, "stop_tests": tests, "suffixes": after}
         result = self.generate_tokens(ids, mask, config, **options)

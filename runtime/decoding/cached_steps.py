@@ -145,7 +145,7 @@ class CachedStep:
         """Return how many positions each row's block sees, int32 ``[B]``; None if all rows see their whole canvas."""
         if not self.program.refresh_widths:
             return None
-        end = block_start(self.request, state.block + 1)
+        end = jnp.minimum(block_start(self.request, state.block + 1), self.request.ends)
         return jnp.minimum(end + self.request.suffix_window + 1, self.request.lengths)
 
     def _fill_part(

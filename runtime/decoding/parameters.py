@@ -26,7 +26,6 @@ from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
 from runtime.decoding.schema import exposed_parameters, parameter, same_as, validate
 from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, BLOCK_RULES, Family
 from runtime.models.dream import DREAM
-from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
 # The refresh interval of rows that refresh only on entering a block. No row has as many steps.
@@ -53,6 +52,15 @@ class _Steps(Requirement):
         return super().met(config) or (
             config.attention_block_length > 0 and config.parallel in ("threshold", "sequential")
         )
+
+
+@dataclass(frozen=True)
+class _CompiledBlocks(Requirement):
+    """The requirement that the program depends on the block length: by its windows, or by a block-causal mask."""
+
+    def met(self, config: Any) -> bool:
+        """Return whether the configuration's program depends on the block length."""
+        return super().met(config) or config.attention_block_length > 0
 
 
 def one_step_per_token(new_tokens: int, block_length: int = 0) -> int:
@@ -142,7 +150,7 @@ class DiffusionConfig:
         f"{DEFAULT_BLOCK_LENGTH} with a cache; without one, a single block for all positions. Block-causal models: the "
         "blocks of the attention mask, counted from position 0; the default is the model's.",
         optional=True,
-        compiled=_WITH_CACHE,
+        compiled=_CompiledBlocks("cache", ("dual", "prefix")),
         off=DEFAULT_BLOCK_LENGTH,
         variable_length=False,
         mode=True,
@@ -168,7 +176,7 @@ class DiffusionConfig:
     )
     attention_block_length: int = parameter(
         0,
-        Integer(0, MAX_BLOCK_LENGTH),
+        Integer(0, MAX_NEW_TOKENS),
         "Block length of block-causal attention, set from block_length and the model; 0 for other models.",
         compiled=True,
         in_loop=True,

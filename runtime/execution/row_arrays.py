@@ -62,7 +62,8 @@ def diffusion_row(
     new = first_masks(row, model) if request else 0
     (canvas,), (length,) = make_canvas(row.rows, model, new, width)
     first = length if request is None else first_position(request, model)
-    block_length, steps_per_block = block_schedule(config, width)
+    # From the row's own length: its tokens must not depend on the width of the slots.
+    block_length, steps_per_block = block_schedule(config, min(row.canvas_length, width))
     ratios = np.zeros(steps, np.float32)
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     ratios[:steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.kinds import Choice
 from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig, one_step_per_token
 from runtime.decoding.schema import declared_parameters
@@ -123,6 +124,27 @@ def published_config(model: ModelConfig, checkpoint_name: str, **overrides: Any)
     return found.replace(steps=default_steps(model, found.max_new_tokens, found.block_length))
 
 
+def check_samples(samples: int) -> None:
+    """Check a number of samples per row.
+
+    Raises:
+      InputError: it is not an integer, or out of range.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
+        expected = f"expected an integer from 1 to {MAX_SAMPLES}"
+        raise InputError(f"num_return_sequences is {samples!r}; {expected}", field="num_return_sequences")
+
+
+def check_stop_tests(tests: Sequence[object], sequences: int) -> None:
+    """Check that there is a stop test, or None, for every sequence, or no test at all.
+
+    Raises:
+      InputError: there are more or fewer.
+    """
+    if len(tests) not in (0, sequences):
+        raise InputError(f"there are {len(tests)} stop_tests; expected one for each of the {sequences} sequences")
+
+
 def prepare_rows(
     input_ids: Any,
     attention_mask: Any,
@@ -147,9 +169,7 @@ def prepare_rows(
     Raises:
       InputError: the rows or the configuration are invalid for this model.
     """
-    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
-        expected = f"expected an integer from 1 to {MAX_SAMPLES}"
-        raise InputError(f"num_return_sequences is {samples!r}; {expected}", field="num_return_sequences")
+    check_samples(samples)
     rows = read_rows(input_ids, attention_mask, model, suffixes)
     check_request(rows, model, config)
     seeds = row_seeds(config.seed, len(rows.lengths), samples)
@@ -197,14 +217,15 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
     check_kind(config, request)
     check_suffixes(rows.suffixes, config)
     row = int(rows.given.argmax())
-    longest = int(rows.given[row]) + request.max_new_tokens
+    longest = canvas_length(int(rows.given[row]), request)
     if longest > config.max_positions:
         where = f"row {row}: " if len(rows.lengths) > 1 else ""
         suffix = len(rows.suffix(row))
+        blocks = " in whole blocks" if isinstance(request, DiffusionConfig) and request.attention_block_length else ""
         parts = f"{rows.lengths[row]} prompt tokens" + (f", {suffix} suffix tokens" if suffix else "")
         raise InputError(
-            f"{where}{parts} and {request.max_new_tokens} new tokens are {longest} positions; the model allows "
-            f"{config.max_positions}",
+            f"{where}{parts} and {request.max_new_tokens} new tokens are {longest} positions{blocks}; the model "
+            f"allows {config.max_positions}",
             field="max_new_tokens",
         )
     inside = np.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
@@ -227,7 +248,7 @@ def check_row(
     Raises:
       InputError: as in :func:`check_request`.
     """
-    fits = 0 < request.max_new_tokens <= config.max_positions - len(tokens)
+    fits = request.max_new_tokens > 0 and canvas_length(len(tokens), request) <= config.max_positions
     if suffix or config.family.variable_length or not fits:
         check_request(RowRequest(tokens, request, 0, suffix).rows, config, request)
 

@@ -181,7 +181,7 @@ class DiffusionSlots(Slots):
                 canvas[slot, : request.length].copy(),
                 commit_steps[slot, : request.length].copy(),
                 None if log_probabilities is None else log_probabilities[slot, : request.length].copy(),
-                int(refreshes[slot]) * request.length_with_suffix + int(windows[slot]),
+                int(refreshes[slot]) * request.canvas_length + int(windows[slot]),
                 bool(non_finite[slot]),
                 drafts.get(slot),
             )

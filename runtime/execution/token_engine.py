@@ -25,7 +25,15 @@ from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import check_kind, check_row, check_tokens, default_config, prepare_rows, with_model_blocks
+from runtime.execution.rows import (
+    check_kind,
+    check_row,
+    check_stop_tests,
+    check_tokens,
+    default_config,
+    prepare_rows,
+    with_model_blocks,
+)
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
 from runtime.models.families import Weights, parse_config
@@ -152,13 +160,15 @@ class TokenEngine:
           Sequences ``[B * num_return_sequences, S + N]`` and statistics.
 
         Raises:
-          InputError: the rows or the configuration are invalid for this model.
+          InputError: the rows or the configuration are invalid for this model, or there is not one stop test per
+            sequence.
           NonFiniteError: the model's logits are not finite.
         """
         config = self._with_early_stop(config)
         observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)
         observers.check(config)
         rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config, suffixes)
+        check_stop_tests(stop_tests, len(seeds))
         return generate_rows(self.runner, rows, config, seeds, observers)
 
     def stream_tokens(
@@ -205,8 +215,9 @@ class TokenEngine:
           stop_tests: one per request; see :meth:`generate_tokens`.
 
         Raises:
-          InputError: a request is invalid for this model.
+          InputError: a request is invalid for this model, or there is not one stop test per request.
         """
+        check_stop_tests(stop_tests, len(requests))
         # There may be millions of requests, but they share few configuration objects, so each is checked once.
         configs: dict[int, GenerationConfig] = {}
         decided = []
@@ -215,14 +226,13 @@ class TokenEngine:
             try:
                 if is_new:
                     check_kind(self.config, request.config)
-                check_row(request.tokens, request.suffix, self.config, request.config)
+                    own = self._with_early_stop(request.config)
+                    configs[id(request.config)] = request.config if own == request.config else own
+                own = configs[id(request.config)]
+                check_row(request.tokens, request.suffix, self.config, own)
                 check_tokens(request.tokens, request.seed, self.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error
-            if is_new:
-                own = self._with_early_stop(request.config)
-                configs[id(request.config)] = request.config if own == request.config else own
-            own = configs[id(request.config)]
             is_decided = own is request.config
             decided.append(request if is_decided else RowRequest(request.tokens, own, request.seed, request.suffix))
         return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)

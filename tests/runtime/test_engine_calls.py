@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from checkpoints import DEMO
-from runtime import DiffusionConfig, Engine, parse_config, place_suffix
+from runtime import DiffusionConfig, Engine, RowRequest, parse_config, place_suffix
 from runtime.planner.presets import PRESETS
 from sharding.errors import InputError
 from tests import golden_cases
@@ -251,6 +251,30 @@ def test_hooks_leave_progress_and_watch_as_they_are() -> None:
     tests = [lambda tokens, whole: None] * len(rows()[0])
     with pytest.raises(InputError, match="stop strings"):
         golden_cases.engine().generate_tokens(*rows(), GREEDY, tokens_hook=lambda *_: None, stop_tests=tests)
+
+
+def test_numbers_of_samples_and_of_stop_tests() -> None:
+    engine = Engine.load(DEMO, "tensor=1")
+    for samples in (0, 1.5, "2", True, 10**10):
+        with pytest.raises(InputError, match="num_return_sequences is"):
+            engine.generate("def f():", num_return_sequences=samples, stop=["x"])  # type: ignore[arg-type]
+    request = RowRequest([5, 6], GREEDY, 0)
+    for count in (1, 4):
+        tests = [lambda tokens, whole: None] * count
+        with pytest.raises(InputError, match=f"there are {count} stop_tests; expected one for each of the 3 sequences"):
+            golden_cases.engine().generate_tokens(*rows(), GREEDY, stop_tests=tests)
+        with pytest.raises(InputError, match=f"there are {count} stop_tests; expected one for each of the 2 sequences"):
+            golden_cases.engine().scheduler([request] * 2, stop_tests=tests)
+
+
+def test_a_canvas_of_whole_blocks_fits_the_model() -> None:
+    engine = golden_cases.engine(folder=golden_cases.FOLDER.parent / "sdar_tiny")
+    most = engine.config.max_positions
+    config = DiffusionConfig(max_new_tokens=4, algorithm="maskgit_plus", block_length=2 * most)
+    with pytest.raises(InputError, match=f"are {2 * most} positions in whole blocks; the model allows {most}"):
+        engine.generate_tokens([[5, 6]], None, config)
+    with pytest.raises(InputError, match="in whole blocks"):
+        engine.scheduler([RowRequest([5, 6], config, 0)])
 
 
 def test_hooks_that_return_nonsense() -> None:

@@ -78,7 +78,9 @@ def check(engine: Engine, ids: np.ndarray, mask: np.ndarray, config: DiffusionCo
     assert found.stats.tokens == plain.stats.tokens
     assert plain.drafts == []
     # Positions count all canvases of a pass, so they tell the passes of each row, and those without drafts its steps.
-    lengths, passes = mask.sum(axis=1) + config.max_new_tokens, 1 + (config.cfg_scale > 0)
+    block = config.block_length or engine.config.attention_block_length if engine.config.family.block_causal else 1
+    lengths = -(-(mask.sum(axis=1) + config.max_new_tokens) // block) * block
+    passes = 1 + (config.cfg_scale > 0)
     made = [own.passes for own in found.drafts]
     steps = [own.passes + own.accepted for own in found.drafts]
     assert found.stats.positions == (1 + drafts) * passes * np.dot(made, lengths)

@@ -190,6 +190,13 @@ def test_what_is_compiled_in() -> None:
     prefix = dual.replace(cache="prefix")
     assert can_run(prefix, prefix.replace(refresh_blocks=4))
     assert not can_run(plain, SamplingConfig())
+    # With block-causal attention, the mask is compiled in too.
+    for cache in ("none", "exact"):
+        four, eight = (plain.replace(cache=cache, block_length=n, attention_block_length=n) for n in (4, 8))
+        assert can_run(four, four.replace(steps=3))
+        assert not can_run(four, eight)
+        assert not can_run(eight, four)
+        assert compiled_values(eight)["block_length"] == 8
     # Programs with guidance also serve rows without guidance.
     guided = plain.replace(cfg_scale=1.5)
     assert can_run(guided, plain)

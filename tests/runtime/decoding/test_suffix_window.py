@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,17 @@ def generate(config: DiffusionConfig, *lengths: int, mesh: str = "tensor=1") -> 
     return golden_cases.engine(mesh).generate_tokens(*prompts(*lengths), config)
 
 
-def by_hand(prompt: np.ndarray, config: DiffusionConfig) -> tuple[np.ndarray, int, int]:
+def by_hand(prompt: np.ndarray, config: DiffusionConfig, suffix: Sequence[int] = ()) -> tuple[np.ndarray, int, int]:
     """Decode a row. Return its tokens, its forward passes, and the positions of its refreshes."""
-    length, mask = len(prompt) + NEW, golden_cases.engine("tensor=1").config.mask_token_id
+    ends, mask = len(prompt) + NEW, golden_cases.engine("tensor=1").config.mask_token_id
+    length = ends + len(suffix)
     model = NumpyDream(golden_cases.FOLDER, length)
-    canvas = np.array([*prompt, *[mask] * NEW])
+    canvas = np.array([*prompt, *[mask] * NEW, *suffix])
     forwards = refreshed = 0
     assert config.suffix_window is not None
-    for start in range(len(prompt), length, BLOCK):
-        end = min(start + BLOCK, length)
+    assert config.block_length is not None
+    for start in range(len(prompt), ends, config.block_length):
+        end = min(start + config.block_length, ends)
         visible = np.array(sorted({*range(min(end + config.suffix_window, length)), length - 1}))
         first_step = True
         while (masked := canvas[start:end] == mask).any():
@@ -56,7 +59,7 @@ def by_hand(prompt: np.ndarray, config: DiffusionConfig) -> tuple[np.ndarray, in
             canvas[start + np.flatnonzero(masked)[accepted]] = shares[accepted].argmax(axis=-1)
             refreshed += len(visible) * first_step
             forwards, first_step = forwards + 1, False
-    return canvas, forwards, refreshed
+    return canvas[:ends], forwards, refreshed
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,18 @@ def test_positions_are_kept(cache: str, window: int) -> None:
     assert refreshed < blocks * (PROMPT + NEW)
     if cache == "dual":
         assert found.stats.positions == refreshed + (forwards - blocks) * (BLOCK + 1)
+
+
+def test_a_shortened_block_sees_no_more_of_a_suffix() -> None:
+    """The last block has two positions: with a window of 0 it sees the last token of the suffix alone."""
+    config, suffix = BASE.replace(block_length=32, suffix_window=0), list(range(7, 47))
+    ids, mask = prompts(PROMPT)
+    tokens, forwards, refreshed = by_hand(ids[0], config, suffix)
+    found = golden_cases.engine("tensor=1").generate_tokens(ids, mask, config, suffixes=[suffix])
+    np.testing.assert_array_equal(found.sequences[0], tokens)
+    assert found.stats.forwards == forwards
+    # Three refreshes; every other pass computes a window of a block and the position before it.
+    assert found.stats.positions == refreshed + (forwards - 3) * 33
 
 
 @pytest.mark.parametrize("cache", ["dual", pytest.param("prefix", marks=pytest.mark.slow)])

@@ -56,6 +56,17 @@ def test_autoregressive_rows_are_as_declared(occupied: bool, kept: bool, drafts:
     assert shapes(row) == shapes(abstract_decode(own, 1, WIDTH, None, log_probabilities=kept, drafts=drafts > 0))
 
 
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_the_limit_of_steps_does_not_depend_on_the_slots(cache: str) -> None:
+    """With a parallel rule, it is one step per position of a block; a model that predicts masks may need them all."""
+    config = DiffusionConfig(max_new_tokens=8, parallel="threshold", algorithm="entropy", cache=cache)
+    request = RowRequest([1, 2, 3], config, seed=5)
+    narrow, wide = (diffusion_row(request, config, layout("dream_tiny").config, width, 128)[0] for width in (16, 128))
+    for name in ("block_length", "steps_per_block", "block_steps", "ends", "first"):
+        assert getattr(narrow, name) == getattr(wide, name)
+    assert int(wide.steps_per_block[0]) == 11
+
+
 def test_optional_arrays_are_described_only_when_asked_for() -> None:
     own = layout("qwen3_tiny")
     assert abstract_cache(own, 1, WIDTH, jnp.float32).key_scales is None
