@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.planner.default import default_mesh
+    from runtime.text.chat_template import RendererStartError
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.draft_checkpoint import draft_model, open_draft
     from runtime.text.tokenizer import TextTokenizer, UndecodableError, encode_prompts, end_tokens, place_suffix
@@ -150,6 +151,7 @@ __all__ = [
     "PrefixGrown",
     "Programs",
     "Real",
+    "RendererStartError",
     "RequestFinished",
     "RequestHandle",
     "Requirement",
@@ -265,6 +267,7 @@ _HOMES = {
     "PrefixGrown": "runtime.execution.requests",
     "QUANTIZATIONS": "runtime.models.quantization",
     "Real": "runtime.decoding.kinds",
+    "RendererStartError": "runtime.text.chat_template",
     "RequestFinished": "runtime.execution.requests",
     "RequestHandle": "runtime.execution.requests",
     "Requirement": "runtime.decoding.kinds",

@@ -176,6 +176,14 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
             found.append(read_config(fields, defaults))
         except InputError as error:
             raise InputError(f"--mode={text}: {error}", field="mode") from error
+        for name in fields:
+            # A request for this mode would get the value of the server's flag instead.
+            if not EXPOSED_PARAMETERS[name].is_compiled(found[-1]) and fields[name] != getattr(found[0], name):
+                raise InputError(
+                    f"--mode={text}: {name} is a value of each request, and --{name} is its default in every mode; "
+                    "leave it out here",
+                    field="mode",
+                )
     return found
 
 

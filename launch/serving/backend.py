@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request
@@ -77,8 +78,9 @@ class Backend:
         # The parser holds the GIL until it is done, and large bodies take it milliseconds. If several threads parsed at
         # the same time, each other thread of the server would wait for all of them.
         self._parsing = threading.Lock()
-        self._readers = Readers(_READERS, limits.queue, "reader")
-        self._chat_readers = Readers(_CHAT_READERS, limits.queue, "chat-reader")
+        refused = partial(metrics.refused, "queue full")
+        self._readers = Readers(_READERS, limits.queue, "reader", refused)
+        self._chat_readers = Readers(_CHAT_READERS, limits.queue, "chat-reader", refused)
 
     def close(self) -> None:
         """Stop the threads that read bodies."""

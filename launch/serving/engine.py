@@ -253,7 +253,8 @@ class ServingEngine:
         """Abort a request, for example because its client has disconnected. A finished request stays finished."""
         with self._lock:
             if self.scheduler is not None and self.scheduler.abort(handle):
-                self.metrics.aborted("cancelled")
+                # If a step takes longer than the slack, the response gives up before the engine's thread does.
+                self.metrics.aborted("deadline" if time.monotonic() >= handle.deadline else "cancelled")
                 del self._streams[handle]
             self._lock.notify()
 
@@ -368,13 +369,16 @@ class ServingEngine:
     def _deliver(self, events: Iterable[Event], now: float) -> None:
         """Count the events, and put their results into the response streams, one update per stream."""
         updates: defaultdict[RequestHandle, _Update] = defaultdict(_Update)
-        finished = []
+        finished, events = [], list(events)
+        failed = {event.handle for event in events if _is_non_finite(event)}
         for event in events:
             if _is_non_finite(event):
                 if event.handle in self._streams:
                     self.metrics.aborted("non-finite logits")
                 self._refuse(event.handle, NON_FINITE_LOGITS)
                 continue
+            if event.handle in failed and isinstance(event, (FirstToken, RequestFinished)):
+                continue  # it was answered with an error, so its times are not those of answers
             self._count(event)
             match event:
                 case CanvasChanged():

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from runtime import EXPOSED_PARAMETERS, NON_FINITE, InputError, ParameterError, UndecodableError
+from runtime import EXPOSED_PARAMETERS, NON_FINITE, InputError, ParameterError, RendererStartError, UndecodableError
 
 # Maximum number of characters of a client's field name that an error message repeats.
 _SHOWN = 100
@@ -96,10 +96,12 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def from_input_error(error: InputError) -> ApiError:
-    """Return a 400 error for an InputError, with parameters named as in request bodies.
+    """Return a 400 error for an InputError, with parameters named as in request bodies; 503 if it is the server's.
 
     ``error.detail``, the message of a library, is left out.
     """
+    if isinstance(error, RendererStartError):
+        return unavailable("Chat messages cannot be rendered now. Try again later.")
     if isinstance(error, UndecodableError):
         return ApiError(400, error.message, "undecodable_tokens")
     text = error.spelled(_http_name) if isinstance(error, ParameterError) else error.message

@@ -55,15 +55,16 @@ class Readers:
     alive. It does not wait for daemon threads.
     """
 
-    def __init__(self, threads: int, waiting: int, name: str) -> None:
+    def __init__(self, threads: int, waiting: int, name: str, refused: Callable[[], object] = lambda: None) -> None:
         """Start the threads.
 
         Args:
           threads: number of threads.
           waiting: maximum number of waiting requests per owner.
           name: prefix of the threads' names.
+          refused: called for each request that is refused.
         """
-        self._most = waiting
+        self._most, self._refused = waiting, refused
         self._queue: FairQueue[_Task] = FairQueue()
         self._waiting: dict[Hashable, int] = {}
         self._changed = threading.Condition()
@@ -84,6 +85,7 @@ class Readers:
             if self._closed:
                 raise _ending()
             if self._waiting.get(owner, 0) >= self._most:
+                self._refused()
                 raise busy(_RETRY_SECONDS)
             self._waiting[owner] = self._waiting.get(owner, 0) + 1
             self._queue.push(owner, _Task(owner, work, future, loop))

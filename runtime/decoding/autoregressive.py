@@ -101,8 +101,8 @@ def prefill_chunks(
 ) -> DecodeState:
     """Read prompts into the cache in chunks of ``chunk`` positions (C).
 
-    Each ``data`` shard reads the prompt of one row at a time, in the order of the rows. A row gets its first token when
-    its prompt has been read to its end.
+    Each ``data`` shard reads the prompt of one row at a time, in the order of ``request.turns``. A row gets its first
+    token when its prompt has been read to its end.
 
     Args:
       forward: the model's layout and attention.
@@ -121,7 +121,7 @@ def prefill_chunks(
     def read_chunk(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
         state, last, left = carry
         reads, row, tokens, start, stop, prompt = forward.on_rows(
-            partial(_next_chunk, chunk), unread(state), state.tokens, state.read, request.prompts
+            partial(_next_chunk, chunk), unread(state), request.turns, state.tokens, state.read, request.prompts
         )
         if isinstance(weights, DraftedWeights):
             tokens, draft_cache = read_prompt_chunk(program, weights.draft, state, tokens, start, prompt, stop, row)
@@ -143,12 +143,15 @@ def prefill_chunks(
     return replace(new, done=jnp.where(whole, new.done, state.done), iteration=state.iteration)
 
 
-def _next_chunk(chunk: int, waiting: Array, tokens: Array, read: Array, prompts: Array) -> tuple[Array, ...]:
-    """Return the next chunk of a shard's first row whose prompt has not been read to its end.
+def _next_chunk(
+    chunk: int, waiting: Array, turns: Array, tokens: Array, read: Array, prompts: Array
+) -> tuple[Array, ...]:
+    """Return the next chunk of a shard: of the row whose turn it is, of those whose prompts are not read to their end.
 
     Args:
       chunk: C, number of positions per chunk.
       waiting: bool ``[B]``, rows whose prompts have not been read to their end.
+      turns: int32 ``[B]``, see :class:`DecodeRequest`.
       tokens: int32 ``[B, T]``.
       read, prompts: int32 ``[B]``, number of prompt tokens that have been read, and their total.
 
@@ -157,7 +160,7 @@ def _next_chunk(chunk: int, waiting: Array, tokens: Array, read: Array, prompts:
       position of the chunk ``[1]``; the position after its last ``[1]``; and the length of the prompt ``[1]``. If no
       row waits, the mask is false everywhere and the chunk ends at position 0, so nothing is written.
     """
-    row = jnp.argmax(waiting)
+    row = jnp.argmin(jnp.where(waiting, turns, jnp.iinfo(turns.dtype).max))
     reads = (jnp.arange(len(waiting)) == row) & waiting
     start, prompt = (jax.lax.dynamic_slice_in_dim(values, row, 1) for values in (read, prompts))
     places = jnp.minimum(start[0] + jnp.arange(chunk), tokens.shape[1] - 1)

@@ -54,6 +54,7 @@ class DecodeRequest(_Rows):
     Attributes:
       seeds: uint32 ``[B, 2]``, each row's PRNG key data.
       prompts: int32 ``[B]``, length of each prompt.
+      turns: int32 ``[B]``, the order in which prompts are read in chunks: the lowest number first.
       ends: int32 ``[B]``, length (prompt included) at which each row ends.
       stop_tokens: int32 ``[B, E]``, tokens that end a row, padded with -1.
       max_iterations: int32, the loop ends after this many iterations.
@@ -62,6 +63,7 @@ class DecodeRequest(_Rows):
 
     seeds: Leaf = array("batch", "seed_words", dtype=jnp.uint32)
     prompts: Leaf = array("batch", dtype=jnp.int32)
+    turns: Leaf = array("batch", dtype=jnp.int32)
     ends: Leaf = array("batch", dtype=jnp.int32)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=jnp.int32)
     max_iterations: Leaf = array(dtype=jnp.int32)

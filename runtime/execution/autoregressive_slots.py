@@ -65,10 +65,19 @@ class AutoregressiveSlots(Slots):
         self._own_prompt = np.ones(count, bool)
         # For each slot, the number of prompt tokens, and how many of them are in the cache.
         self._prompts, self._read = np.ones(count, int), np.ones(count, int)
+        self._turn = 0  # of the row that came last
         super().__init__(runner, width, count, config.use_cache)
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         return autoregressive_row(request, self._config, self._runner.layout.config, self.width)
+
+    def _row_arrays(self, row: Row) -> tuple[Any, Any]:
+        request, state = super()._row_arrays(row)
+        if row is not None:
+            # In the order of their arrival here: a row in a low slot must not overtake those that wait in higher ones.
+            self._turn += 1
+            request = replace(request, turns=np.full(1, self._turn, np.int32))
+        return request, state
 
     def _abstract(self) -> tuple[Any, Any]:
         return abstract_decode(

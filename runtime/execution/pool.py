@@ -238,7 +238,7 @@ def pool_grid(
       widths: widths of the other buckets; None chooses them automatically.
       limit: maximum number of buckets.
     """
-    own = None if widths is None else sorted({runner.bucket(width) for width in (*widths, canvas)})
+    own = None if widths is None else sorted({*map(runner.bucket, widths), canvas})
     cost, data = pass_cost(runner, config), runner_for(runner, config).row_unit
     grows = isinstance(config, SamplingConfig)
     step, unit = runner.width_step(), runner.width_unit()
@@ -398,7 +398,8 @@ class Pool:
             for one in plan.buckets:
                 there = self._open[one.number]
                 changes: dict[int, Row] = {}
-                for slot, row in enumerate(one.slots):
+                # In the order of their admission, in which prompts are read.
+                for slot, row in sorted(enumerate(one.slots), key=lambda entry: -1 if entry[1] is None else entry[1]):
                     before = there.held.get(slot, (None, None))[0]
                     if row == before or row not in rows:
                         continue

@@ -153,6 +153,7 @@ def autoregressive_row(
         DecodeRequest,
         seeds=seed_words([row.seed])[0],
         prompts=prompt,
+        turns=0,
         ends=end,
         stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
         # At temperature 0 filters have no effect, because the most probable token passes all of them.

@@ -259,14 +259,19 @@ class Scheduler:
         return Need(min(length, written), min(length, written + _ROOM_TO_GROW))
 
     def _share_step(self) -> dict[tuple[int, int], int]:
-        """Decide how many iterations each bucket runs in this step, by the numbers of its pool and of the bucket."""
+        """Decide how many iterations each bucket runs in this step, by the numbers of its pool and of the bucket.
+
+        Buckets come in the order of the device time that their rows have received. One that awaits a first token comes
+        before all others, unless it is ahead of one of them by more than a step: new rows must not keep others waiting.
+        """
         policy, found = self.policy, {}
-        waiting = [
-            (not self._awaits_first_token(one), pool.received[one.number], number, one)
-            for number, pool in enumerate(self._pools)
-            for one in pool.buckets
-        ]
         left = policy.step_seconds or 0.0
+        least = min((time for pool in self._pools for time in pool.received.values()), default=0.0)
+        waiting = [
+            (not (self._awaits_first_token(one) and time <= least + left), time, number, one)
+            for number, pool in enumerate(self._pools)
+            for one, time in ((one, pool.received[one.number]) for one in pool.buckets)
+        ]
         for place, (_, _, number, one) in enumerate(sorted(waiting, key=lambda entry: entry[:3])):
             pool = self._pools[number]
             seconds = pool.estimate(one.bucket)
@@ -381,6 +386,8 @@ class Scheduler:
         self.stats.tokens += tokens
         passes, accepted = (steps, 0) if result.drafts is None else (result.drafts.passes, result.drafts.accepted)
         self.stats.accepted_steps += accepted
+        if pool.limits.grid.grows:
+            passes = max(0, passes - 1)  # the first token is that of the prefill, which is no iteration
         self.stats.busy_iterations += passes
         self.stats.busy_positions += passes * self._positions(row)
         self._note_prefix(row, max(1, config.max_new_tokens), now)

@@ -77,6 +77,7 @@ class Slots(abc.ABC):
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
         self.prefill_seconds = 0.0
+        self._copied = width  # positions of a copy of a cache
         self._limits: dict[int | None, jax.Array] = {}
 
     @abc.abstractmethod
@@ -161,7 +162,7 @@ class Slots(abc.ABC):
 
     def _clear_cache(self, slot: int) -> None:
         shapes = {
-            name: abstract_taken_row(own.layout, self.width, own.cache_dtype) for name, own in self._caches.items()
+            name: abstract_taken_row(own.layout, self._copied, own.cache_dtype) for name, own in self._caches.items()
         }
         self.put_caches(slot, {name: put(np.zeros(one.shape, one.dtype), one.sharding) for name, one in shapes.items()})
 
@@ -243,8 +244,9 @@ class Slots(abc.ABC):
     def compile_moves(self, length: int) -> None:
         """Compile the programs that move rows to and from slots of up to ``length`` positions.
 
-        May be called from any thread.
+        One of them also clears a cache. May be called from any thread.
         """
+        self._copied = length
         request, state = self._abstract()
         if jax.process_count() > 1:
             self._whole_program(_only_rows((request, state)))

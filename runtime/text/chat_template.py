@@ -35,6 +35,10 @@ class TemplateTimeoutError(InputError):
     """A chat template did not finish within the time limit, or used too much memory."""
 
 
+class RendererStartError(InputError):
+    """The process that renders chat templates cannot start, for a reason that is not in the input."""
+
+
 class TemplateRenderer:
     """A pool of child processes that render chat templates. It is thread-safe.
 
@@ -71,6 +75,7 @@ class TemplateRenderer:
         Raises:
           TemplateTimeoutError: rendering timed out.
           InputError: the template is invalid, fails, or rejects the messages of a conversation.
+          RendererStartError: its process cannot start.
         """
         request = {
             **special_tokens,
@@ -126,7 +131,7 @@ class _Child:
                 start_new_session=True,  # so that Ctrl+C reaches only the parent
             )
         except OSError as error:
-            raise InputError(f"cannot start the process that renders chat templates ({error})") from error
+            raise RendererStartError(f"cannot start the process that renders chat templates ({error})") from error
         self._is_ready = False
 
     @property
@@ -138,13 +143,13 @@ class _Child:
         """Wait until the child process has imported its libraries.
 
         Raises:
-          InputError: the process failed to start.
+          RendererStartError: the process failed to start.
         """
         if not self._is_ready:
             try:
                 self._exchange(b"", _START_SECONDS)
             except EOFError as error:
-                raise InputError("the process that renders chat templates failed to start") from error
+                raise RendererStartError("the process that renders chat templates failed to start") from error
             self._is_ready = True
 
     def ask(self, request: bytes, seconds: float) -> dict[str, Any]:

@@ -103,6 +103,9 @@ def test_the_server_answers_500(engine: Engine) -> None:
             assert there.post("/v1/completions", {"prompt": GOOD} | common).json()["choices"] == good
         assert there.get("/health").status_code == 200
         assert there.metric("request_given_up_total") == 8
+        # Times are those of answers: three completions and two scores.
+        assert there.metric("e2e_request_latency_seconds_count") == 5
+        assert there.metric("time_to_first_token_seconds_count") == 3
 
 
 def on_two_hosts(*command: str) -> str:

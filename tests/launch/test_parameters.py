@@ -23,7 +23,7 @@ from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
 from launch.serving.errors import from_input_error
 from launch.serving.reading import Mode, describe, not_offered
-from runtime import DiffusionConfig, SamplingConfig, can_run
+from runtime import DiffusionConfig, RendererStartError, SamplingConfig, can_run
 from runtime.decoding.kinds import Boolean, Choice
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import Parameter, declared_parameters
@@ -81,6 +81,11 @@ MODES = [
     *("factor", "entropy_bound", "entropy_limit", "greedy", "cfg_scale", "initial_masks", "number_transfer_tokens"),
     *("expand_budget", "pad_delete_to_right", "early_stop"),
 ]
+# Those of them that are not compiled in: without a cache, as here, the block length is not.
+OF_EACH_REQUEST = {
+    *("block_length", "sub_block_length", "refresh_interval", "threshold", "factor", "entropy_bound", "entropy_limit"),
+    *("initial_masks", "number_transfer_tokens", "expand_budget", "pad_delete_to_right", "early_stop"),
+}
 
 
 def flag_values(*arguments: str) -> flags.FlagValues:
@@ -221,7 +226,13 @@ def test_modes_set_what_a_mode_can() -> None:
         text = ",".join(
             f"{key}={str(given).lower()}" for key, given in settings(EXPOSED_PARAMETERS[name], value).items()
         )
-        assert getattr(read_modes([text], defaults())[1], name) == value
+        if name in OF_EACH_REQUEST:
+            with pytest.raises(InputError, match=f"{name} is a value of each request"):
+                read_modes([text], defaults())
+        else:
+            assert getattr(read_modes([text], defaults())[1], name) == value
+    # What is the default of every request may be repeated.
+    assert read_modes(["parallel=threshold,threshold=0.9"], defaults("--threshold=0.9"))[1].threshold == 0.9
     for text in ("steps=4", "seed=1", "cache", "preset=class"):
         with pytest.raises(InputError, match=f"--mode={text}: expected name=value"):
             read_modes([text], defaults())
@@ -311,6 +322,22 @@ def test_what_a_library_says_is_left_out() -> None:
     assert str(error) == "not JSON (really) (Expecting value: line 1)"
     said = from_input_error(error)
     assert (said.message, said.param) == ("not JSON (really)", "body")
+
+
+def test_a_block_length_that_a_block_causal_server_was_not_compiled_for() -> None:
+    """The attention mask depends on it. A mode with the same blocks can decode it."""
+    own, other = (
+        DiffusionConfig(cache="exact", algorithm="maskgit_plus", block_length=length, attention_block_length=length)
+        for length in (4, 8)
+    )
+    assert not_offered(other, [Mode(own, 0)]) == "block_length"
+    assert [can_run(mode, other) for mode in (own, other)] == [False, True]
+
+
+def test_a_renderer_that_cannot_start_is_not_the_client_s_error() -> None:
+    said = from_input_error(RendererStartError("cannot start the process (Resource temporarily unavailable)"))
+    assert said.status == 503
+    assert "Resource" not in said.message
 
 
 def test_another_cache_or_rule_starts_without_what_belonged_to_the_last() -> None:

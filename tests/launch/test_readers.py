@@ -50,7 +50,8 @@ def test_failures_and_the_end() -> None:
         raise error
 
     async def go() -> None:
-        readers = Readers(1, 2, "test")
+        refusals: list[int] = []
+        readers = Readers(1, 2, "test", lambda: refusals.append(1))
         for error, expected in ((ValueError("x"), ValueError), (Panic("y"), RuntimeError)):
             with pytest.raises(expected):
                 await readers.run("a", lambda error=error: fail(error))
@@ -64,6 +65,7 @@ def test_failures_and_the_end() -> None:
         with pytest.raises(ApiError) as full:
             await readers.run("a", lambda: None)
         assert full.value.status == 429
+        assert refusals == [1]
         readers.close()
         for one in waiting:
             with pytest.raises(ApiError, match="shutting down"):

@@ -103,13 +103,13 @@ class CountedSlots:
         return PoolOutcome(plan.pool, results, canvases, runs, unread)
 
     def _prefill(self, rows: Sequence[int], chunks: int | None) -> list[int]:
-        """Read chunks of the first prompt that is not read to its end; the rows whose prompts are not after that."""
+        """Read chunks of the oldest prompt that is not read to its end; the rows whose prompts are not after that."""
         if self._chunk is None:
             return []
         prompts = {row: len(self._made[row][0].tokens) for row in rows}
         unread = [row for row in rows if self._read.get(row, 0) < prompts[row]]
         if unread:
-            first = unread[0]
+            first = min(unread)
             self._read[first] = prompts[first] if chunks is None else self._read.get(first, 0) + chunks * self._chunk
         return [row for row in unread if self._read.get(row, 0) < prompts[row]]
 

@@ -16,6 +16,7 @@ from runtime import (
     Scheduler,
     SchedulerPolicy,
 )
+from runtime.execution.autoregressive_slots import AutoregressiveSlots
 from runtime.execution.runner import PROMPT_CHUNKS
 from tests.runtime.execution.test_offline import alone, autoregressive, qwen2, same
 
@@ -61,3 +62,29 @@ def test_tokens_are_those_of_a_prompt_that_is_read_whole(
     assert sum(iterations > 0 for iterations in beside) >= LONG // CHUNK
     for number, row in enumerate(asked):
         same(found[number], alone(single, row))
+
+
+@pytest.mark.parametrize("mesh", ["tensor=1", pytest.param("data=2", marks=pytest.mark.slow)])
+def test_prompts_are_read_in_the_order_of_their_arrival(qwen2: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot gets a new prompt as soon as it is free. Prompts in higher slots are read before it nevertheless."""
+    monkeypatch.setitem(PROMPT_CHUNKS, "cpu", CHUNK)
+    engine = autoregressive(qwen2, mesh)
+    data, config = engine.layout.spec.data, SamplingConfig(max_new_tokens=1, log_probabilities=True)
+    slots = AutoregressiveSlots(engine.runner, config, 32, 3 * data, 24, together=False)
+    asked = [RowRequest([1 + number] * 24, config, number) for number in range(9 * data)]
+    waiting, held, order = list(range(len(asked))), dict.fromkeys(range(slots.count), -1), []
+    while waiting or max(held.values()) >= 0:
+        free = [slot for slot, row in held.items() if row < 0][: len(waiting)]
+        new = {slot: waiting.pop(0) for slot in free}
+        held |= new
+        slots.insert({slot: asked[row] for slot, row in new.items()})
+        done = slots.run(1, chunks=1)
+        for slot in [slot for slot, row in held.items() if row >= 0 and done[slot]]:
+            (result,) = slots.collect({slot: (held[slot], asked[held[slot]])})
+            order.append(result.number)
+            same(result, alone(engine, asked[held[slot]]))
+            slots.insert({slot: None})
+            held[slot] = -1
+    # Each shard reads one prompt after another, and no prompt waits for one that came after it.
+    assert sorted(order) == list(range(len(asked)))
+    assert all(abs(place - row) <= (0 if data == 1 else 3) for place, row in enumerate(order))

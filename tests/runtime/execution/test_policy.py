@@ -19,7 +19,7 @@ from runtime import (
     StepPlan,
 )
 from runtime.execution.buckets import PassCost, make_grid
-from tests.runtime.execution.counted_slots import WIDTH, CountedSlots, drain, rows, step
+from tests.runtime.execution.counted_slots import WIDTH, CountedSlots, drain, finished, one_bucket, rows, step
 
 
 def laddered(slots: int = 8, **policy: object) -> Scheduler:
@@ -196,6 +196,21 @@ def test_a_long_canvas_does_not_starve_short_ones() -> None:
         scheduler, slots, [Arrival(at, RequestHandle(rows=rows(new))) for at, new in ((0, 500), (1, 30))]
     )
     assert min(latency.values()) < 3 * 30 * (32 + 64) * per_position
+
+
+def test_new_rows_do_not_starve_old_ones_of_another_bucket() -> None:
+    """An iteration takes longer than a step, and one mode always has a row that has shown nothing yet."""
+    pools = [PoolLimits(one_bucket(1)), PoolLimits(one_bucket(1))]
+    scheduler, slots = Scheduler(pools, SchedulerPolicy()), CountedSlots(0.1)
+    scheduler.add(long := RequestHandle(rows=rows(40)))
+    scheduler.add(RequestHandle(rows=rows(*[1] * 100), pool=1))
+    done: list[RequestHandle] = []
+    steps = 0
+    while long not in done:
+        done += finished(step(scheduler, slots))
+        steps += 1
+        assert steps <= 2 * 40 + 10, "it gets every other step"
+    assert scheduler.waiting > 40, "as the new ones do"
 
 
 def test_a_new_request_waits_about_a_step() -> None:

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import DEMO, CheckpointError, open_folder
-from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
+from runtime.text.chat_template import RendererStartError, TemplateRenderer, TemplateTimeoutError
 from runtime.text.tokenizer import TextTokenizer
 from sharding.errors import InputError
 
@@ -105,6 +105,15 @@ class Impatient(TemplateRenderer):
         if "boom" in texts:
             raise TemplateTimeoutError("messages: late")
         return texts
+
+
+def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RendererStartError, match="cannot start the process that renders chat templates"):
+        TemplateRenderer().start()
 
 
 def test_timeouts_of_some_conversations_do_not_end_the_others() -> None:
