@@ -86,7 +86,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh serve``: load the model, and serve it until a signal or a fault."""
     if _MISSING is not None:
-        raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
+        raise InputError(f"the server needs {_MISSING}: pip install -e '.[serve]' in the checkout")
     check_profiling(values)
     limits, keys = read_limits(values), read_keys(values)
     mesh = read_mesh(values)
