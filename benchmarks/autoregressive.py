@@ -5,8 +5,7 @@
 
 Each variant is warmed up with the shapes that are timed. Its cached and uncached runs take turns, and must yield the
 same tokens. Means and deviations are over the trials. ``int8`` quantizes the weights (``int8_cache`` also the cache);
-activations are float32. For comparison, an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M with a
-cache, on an RTX 4070. ``python -m benchmarks.compare_torch --parts=gpt2`` compares with transformers.
+activations are float32. ``python -m benchmarks.compare_torch --parts=gpt2`` compares with transformers.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def check_flags(values: flags.FlagValues) -> None:
     if values.plot is not None:
         check_output("plot", Path(values.plot), is_file=True)
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("the plot needs matplotlib: pip install 'diffumesh[bench]'")
+        raise InputError("the plot needs matplotlib: pip install -e '.[bench]' in the checkout")
 
 
 def print_row(name: str, row: dict[str, Any]) -> None:

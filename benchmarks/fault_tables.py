@@ -100,7 +100,7 @@ def _hosts(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     topics = found["topics"]
     return [
         (
-            "connections of strangers with endless lines, to host 0",
+            "unauthenticated connections with endless lines, to host 0",
             f"{found['connections']:,}",
             f"{found['cut_off']:,} closed after {_mb(found['bytes_sent'])}; {_mb(found['bytes_grown'])} more memory",
         ),

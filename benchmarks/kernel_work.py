@@ -22,7 +22,7 @@ _TPU_CORES = {
 }
 # Share of a TPU's published memory bandwidth that copies reach (assumed).
 TPU_BANDWIDTH_SHARE = 0.9
-# Operations per second of matrix products, and bytes per second of copies, as measured on one H200.
+# Operations and bytes per second (assumed): what large matrix products and copies reach on one H200.
 H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
 
 Links = Callable[[HloCollective], float]

@@ -105,7 +105,8 @@ _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.D
 _SUMMARIES: dict[str, tuple[Callable[[Callable[[str], dict[str, Any] | None]], str], str]] = {
     "measured": (
         measured_table,
-        "an accelerator or a 7B model. Times of different records cannot be compared: their commits and loads differ.",
+        "an accelerator, or generation with a 7B model. Times of different records cannot be compared: their commits "
+        "and loads differ.",
     ),
     "estimated": (
         estimated_table,

@@ -35,7 +35,7 @@ def plot_scaling(groups: Mapping[Group, Sequence[Mapping[str, Any]]], folder: Pa
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("--plots needs matplotlib: pip install 'diffumesh[bench]'") from error
+        raise InputError("--plots needs matplotlib: pip install -e '.[bench]' in the checkout") from error
     pictures: dict[tuple[str, str], dict[str, dict[str, Sequence[Mapping[str, Any]]]]] = {}
     for (kind, what, mode, axis), points in groups.items():
         pictures.setdefault((kind, mode), defaultdict(dict))[what][axis] = points

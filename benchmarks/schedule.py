@@ -8,7 +8,7 @@
 
 The time of a TPU kernel is that of the bundles that libtpu schedules or of its bytes, whichever is longer; collectives
 take the time of their bytes on the links, minus the overlap with kernels. The time of a GPU kernel is *modelled*: its
-operations at 790 TFLOP/s or its bytes at 4.3 TB/s, as measured on an H200, whichever is longer, plus a launch. Each
+operations at 790 TFLOP/s or its bytes at 4.3 TB/s, assumed for an H200, whichever is longer, plus a launch. Each
 target is compiled in its own process.
 """
 

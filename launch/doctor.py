@@ -5,7 +5,8 @@
 
 Reports versions, relevant environment variables, devices and their memory, the meshes over which the checkpoint's model
 can be divided and fits, whether collectives over each axis compute correct sums, their bandwidth, whether every byte of
-the checkpoint is intact, and the state of the compile cache. With several hosts, start it on all of them.
+the checkpoint is intact, and the state of the compile cache. A checkpoint on the Hub is downloaded first. With several
+hosts, start it on all of them.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ from runtime import (
 
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
-    "prompt", "prompt_file", "chat", "checkpoint", "mesh", "devices", "max_new_tokens", "temperature", "seed", "cache",
-    "parallel", "early_stop", "quantize", "watch", "verbose", "json",
+    "prompt", "prompt_file", "chat", "checkpoint", "mesh", "devices", "max_new_tokens", "num_return_sequences",
+    "temperature", "seed", "cache", "parallel", "watch", "verbose", "json", "explain",
 )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("json", "Print one JSON line per completion.")
     switch("watch", "Show the canvas as it unmasks, in the terminal.")
     flags.DEFINE_string(
-        "history_html", None, "Write a page that replays the generation step by step.", flag_values=values
+        "history_html", None, "Write an HTML page to this file that replays the generation.", flag_values=values
     )
     switch("verbose", "Print all decoding parameters, the mesh and the size of the weights.")
     switch("explain", "Print the layout of every weight on the mesh, and stop.")

@@ -3,7 +3,7 @@
   diffumesh inspect --checkpoint=DIR [--tensors] [--device_memory=16]        canonical or Hugging Face
   diffumesh inspect --checkpoint=params.pkl --config=FOLDER/config.json       a legacy pickle
 
-Only headers and manifests are read, no weights.
+Only headers and manifests are read, no weights; but a checkpoint on the Hub is downloaded first.
 """
 
 from __future__ import annotations

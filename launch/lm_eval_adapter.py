@@ -28,7 +28,7 @@ try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 except ModuleNotFoundError as missing:
-    hint = f"the adapter needs lm-evaluation-harness ({missing}): pip install 'diffumesh[eval]'"
+    hint = f"the adapter needs lm-evaluation-harness ({missing}): pip install -e '.[eval]' in the checkout"
     if __name__ == "__main__":
         fail(hint)
     raise ImportError(hint) from missing

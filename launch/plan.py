@@ -54,7 +54,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "compile",
         None,
-        "Number of best meshes to compile. Default: 1, or 0 with --topology=all or a draft model.",
+        "How many of the best meshes to compile. Default: 1, or 0 with --topology=all or a draft model.",
         0,
         64,
         flag_values=values,

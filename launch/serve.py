@@ -2,14 +2,14 @@
 
   diffumesh serve                                              the demo checkpoint, on 127.0.0.1:8000
   diffumesh serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
-  diffumesh serve --mode=cache=dual,parallel=threshold ...     a second decoding mode, which requests may select
+  diffumesh serve --mode=cache=dual,parallel=threshold ...     slots for requests with these decoding parameters too
   diffumesh serve --host=0.0.0.0 --api_key_file=keys.txt ...   open to the network, with API keys
 
 Routes: /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json.
 Requests share a number of slots on the mesh, and forward passes cover buckets of rows and positions that fit the
 current requests. Once /health says ready, no request waits for the compiler; further shapes are compiled while requests
-run. The tokens of a request depend only on the request and its seed. Decoding flags set the defaults of requests.
-SIGTERM finishes accepted requests within --grace seconds; a second SIGTERM stops at once.
+run. In float32, the tokens of a request depend only on the request and its seed. Decoding flags set the defaults of
+requests. SIGTERM finishes accepted requests within --grace seconds; a second SIGTERM stops at once.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh serve``: load the model, and serve it until a signal or a fault."""
     if _MISSING is not None:
-        raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
+        raise InputError(f"the server needs {_MISSING}: pip install -e '.[serve]' in the checkout")
     check_profiling(values)
     limits, keys = read_limits(values), read_keys(values)
     mesh = read_mesh(values)

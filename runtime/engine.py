@@ -95,7 +95,7 @@ class Engine(TokenEngine):
           kv_cache: dtype of cached keys and values: ``model``, ``bfloat16``, ``float32`` or ``int8``.
           rows: expected number of rows per batch, a hint for the default mesh.
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
-          draft: folder, URL or Hub name of a draft model with the same vocabulary, which has the same options.
+          draft: folder, URL or Hub name of a draft model with the same vocabulary, loaded with the same options.
           revision, draft_revision, token, offline: Hub revisions and access token; ``offline`` forbids network access.
           verify: ``full`` checks the digests, if there are any; ``sizes`` only shapes and dtypes; ``none`` nothing.
           progress: function that is called with the number of bytes read so far and the total number of bytes.

@@ -55,12 +55,12 @@ device_description_str: "{kind}"
 def missing_compiler(platform: str) -> str | None:
     """Return what to install to compile programs for ``tpu`` or ``gpu``; None if the compiler is installed."""
     if platform == "tpu":
-        return None if importlib.util.find_spec("libtpu") else "pip install 'diffumesh[tpu]' (libtpu)"
+        return None if importlib.util.find_spec("libtpu") else "pip install -e '.[tpu]' in the checkout (libtpu)"
     try:
         found = any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (13, 12))
     except ModuleNotFoundError:  # no JAX plugin at all
         found = False
-    return None if found else "pip install 'diffumesh[cuda]' (JAX's CUDA plugin; no GPU is needed)"
+    return None if found else "pip install -e '.[cuda]' in the checkout (JAX's CUDA plugin; no GPU is needed)"
 
 
 def aot_devices(topology: Topology) -> list[Any]:

@@ -1,6 +1,6 @@
 """Trains the demo checkpoint: a small Dream-architecture model that writes short Python functions, by masked diffusion.
 
-    python -m checkpoints.demo.train --output=checkpoints/demo --state=STATE_FOLDER --steps=9000
+    python -m checkpoints.demo.train --output=checkpoints/demo --state=STATE_FOLDER --steps=4400
 
 The seed determines programs, tokenizer, data order and masks. STATE_FOLDER keeps the programs and, saved every few
 minutes, the state of the training; the same command resumes from it. The learning rate falls over the last part of the

@@ -57,7 +57,7 @@ def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, 
         f"{one.kind.expected}{', or None' if one.optional else ''}",
         f"`{_written(one.default)}`",
         compiled,
-        " and ".join(_setting(requirement) for requirement in one.requires),
+        "; ".join(_setting(requirement) for requirement in one.requires),
         one.help if one.exposed else f"{one.help} (in Python)",
     )
 
@@ -65,7 +65,8 @@ def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, 
 def _setting(requirement: Requirement) -> str:
     if requirement.values is None:
         return f"`{requirement.field}`"
-    return " or ".join(f"`{requirement.field}={value}`" for value in requirement.values)
+    first, *others = requirement.values
+    return " or ".join((f"`{requirement.field}={first}`", *(f"`{value}`" for value in others)))
 
 
 def _written(value: Any) -> str:

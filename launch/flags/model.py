@@ -99,7 +99,7 @@ def read_mesh(values: flags.FlagValues) -> MeshSpec | None:
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
     """Open the checkpoint folder, with its adapter if there is one, and parse the model's configuration.
 
-    No weights are loaded, and no device is used.
+    A Hub name is downloaded, weights included. No weights are loaded, and no device is used.
 
     Raises:
       InputError: a folder does not exist, or the checkpoint folder does not contain a supported model.

@@ -72,7 +72,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string(
         "mode",
         [],
-        "Another decoding mode that requests may select, such as cache=dual,parallel=threshold",
+        "Another set of decoding parameters to serve, such as cache=dual,parallel=threshold.",
         flag_values=values,
     )
     integer(

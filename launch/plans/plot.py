@@ -30,7 +30,7 @@ def check_plot(path: str) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise InputError("--plot needs matplotlib: pip install 'diffumesh[bench]'") from error
+        raise InputError("--plot needs matplotlib: pip install -e '.[bench]' in the checkout") from error
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.lower().removeprefix(".") not in formats:
         raise InputError(f"--plot={path}: the name must end with one of .{', .'.join(formats)}")

@@ -116,8 +116,8 @@ class SamplingConfig:
         Integer(0, MAX_PROMPT_LOOKUP),
         "Guess this many next tokens, and compute them in the same forward pass: those that followed the last earlier "
         "occurrence of the row's last three, two or one tokens. The pass then adds one token, and one more for each "
-        "guess that was right. The tokens do not change. No effect without a cache. In requests of a server, which "
-        "compiles its own number, an upper bound.",
+        "guess that was right. The tokens do not change. No effect without a cache. A server compiles a fixed number; "
+        "in a request, this is an upper bound.",
         idle=(0,),
         speed_only=True,
     )
@@ -126,8 +126,8 @@ class SamplingConfig:
         Integer(0, MAX_DRAFT_TOKENS),
         "Let the draft model guess this many next tokens, and compute them in one forward pass of the model. The pass "
         "then adds one token, and one more for each guess that was right. The tokens do not change. No effect without "
-        "a cache or a draft model (draft_checkpoint); with one, prompt_lookup has no effect. In requests of a server, "
-        "which compiles its own number, an upper bound.",
+        "a cache or a draft model (draft_checkpoint); with one, prompt_lookup has no effect. A server compiles a fixed "
+        "number; in a request, this is an upper bound.",
         flag_help=f"Default with a draft model: {DEFAULT_DRAFT_TOKENS}.",
         idle=(0,),
         speed_only=True,
@@ -138,11 +138,11 @@ class SamplingConfig:
 
     @property
     def drafts(self) -> int:
-        """Drafts of each row: ``draft_tokens`` or ``prompt_lookup``; 0 without a cache, where passes are whole rows."""
+        """Drafts per row: ``draft_tokens`` or ``prompt_lookup``; 0 without a cache, where passes are whole rows."""
         return self.draft_bound(self)
 
     def draft_bound(self, compiled: SamplingConfig) -> int:
-        """Return how many drafts of a row of this configuration count, in slots that are compiled for another one."""
+        """Return how many drafts a row with this configuration uses in slots compiled for ``compiled``."""
         if not compiled.use_cache:
             return 0
         return self.draft_tokens if compiled.draft_tokens else self.prompt_lookup

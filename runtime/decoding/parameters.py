@@ -98,7 +98,7 @@ class DiffusionConfig:
         "origin",
         Choice(ALGORITHMS),
         "How each step picks the positions to fill: at random (origin, random), or those with the highest confidence "
-        "by the named measure (the others). Each model family has some of these algorithms.",
+        "by the named measure (the others). Each model family supports some of these.",
         aliases=("alg",),
         offered=lambda family: family.algorithms,
         in_checkpoint="alg",
@@ -218,7 +218,7 @@ class DiffusionConfig:
         None,
         Integer(0, MAX_NEW_TOKENS),
         "A block sees everything before it, but only this many positions after it and the last position of the canvas, "
-        "so a refresh computes only these. Positions keep their numbers. This is an approximation. Default: a block "
+        "so a refresh computes only these. Position ids do not change. This is an approximation. Default: a block "
         "sees the whole canvas.",
         optional=True,
         variant=True,  # programs for parts of a canvas also have passes over the whole canvas
@@ -247,7 +247,7 @@ class DiffusionConfig:
     parallel: str = parameter(
         "none",
         Choice(PARALLEL_RULES),
-        "How many tokens a step commits: the number that the schedule gives (none), every token whose confidence is "
+        "How many tokens a step commits: the number that the schedule gives (none), every token whose certainty is "
         "above threshold (threshold), or the n most certain ones, with n determined by factor (factor, frechet) or by "
         "entropy_bound (entropy_bound). threshold, factor and frechet commit at least one token per step: the first "
         "position of a block in the block's first step, afterwards the most certain one. Certainty follows algorithm: "
@@ -263,7 +263,7 @@ class DiffusionConfig:
     threshold: float = parameter(
         0.9,
         Real(0.0, 1.0),
-        "Commit every token whose confidence is above this value.",
+        "Commit every token whose certainty (see parallel) is above this value.",
         in_loop=True,
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
@@ -283,7 +283,7 @@ class DiffusionConfig:
         1.0,
         Real(0.0, 1e6),
         "Commit the n most certain tokens. With parallel=factor, n is the largest number at which the n-th has a "
-        "confidence of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
+        "certainty of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
         "of the probability that all n are right, max(0, sum of the n certainties - (n - 1)), exceeds the n-th's "
         "uncertainty by more than 1 - factor.",
         in_loop=True,
@@ -333,7 +333,7 @@ class DiffusionConfig:
         "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
         "makes one step, and one more for each guess that was right. The tokens do not change. No effect with "
         "cache=exact or refresh_interval=1. auto: data / rows - 1 with draft_axis=data, if cache and parallel are "
-        "none; otherwise 0. In requests of a server, which compiles its own number, an upper bound.",
+        "none; otherwise 0. A server compiles a fixed number; in a request, this is an upper bound.",
         idle=(0, AUTO_DRAFTS),
         variable_length=False,
         speed_only=True,
@@ -342,7 +342,7 @@ class DiffusionConfig:
         "none",
         Choice(DRAFT_AXES),
         "Divide the drafts of a row over this axis of the mesh, so that a few rows use all of its devices: data, or "
-        "none, where each row's drafts are with the row. The tokens do not change.",
+        "none, which keeps a row's drafts on its own shard. The tokens do not change.",
         requires=(Requirement("cache", ("none",)),),
         variable_length=False,
         speed_only=True,
@@ -403,7 +403,7 @@ class DiffusionConfig:
 
     @property
     def drafts(self) -> int:
-        """Drafts of each row: ``draft_steps``, or 0 with ``auto`` before a run, or if no step can follow in a pass."""
+        """Drafts per row: ``draft_steps``; 0 for ``auto`` before a run, and where a pass can make only one step."""
         none = self.cache == "exact" or self.variable_length or self.refresh_interval == 1
         return 0 if none or isinstance(self.draft_steps, str) else self.draft_steps
 
@@ -436,8 +436,8 @@ class DiffusionConfig:
     def fast_dllm(cls, max_new_tokens: int = 256, **overrides: Any) -> DiffusionConfig:
         """Return the preset of Fast-dLLM for Dream (Wu et al., 2025), changed by ``overrides``.
 
-        They are a dual cache, blocks of 32 and a threshold of 0.9. With ``parallel="none"``, its schedule has one step
-        per token.
+        The settings are a dual cache, blocks of 32 and a threshold of 0.9. With ``parallel="none"``, its schedule has
+        one step per token.
         """
         own: dict[str, Any] = {"block_rule": "fast_dllm", "cache": "dual", "block_length": DEFAULT_BLOCK_LENGTH}
         own |= {"algorithm": "maskgit_plus", "parallel": "threshold", "threshold": 0.9}

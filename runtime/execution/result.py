@@ -41,7 +41,7 @@ class GenerationStats:
         rows, one after another, and a window pass of the others.
       positions: number of positions that the passes computed for unfinished rows, prompts and all drafts included.
       row_passes: with drafts, forward passes times the unfinished rows in them.
-      accepted_steps: steps of all rows that drafts allowed, so that they needed no own pass.
+      accepted_steps: steps, over all rows, that needed no forward pass of their own because a draft was right.
       steps: number of requested denoise steps; with blocks, the maximum number of steps of any row.
       tokens: number of committed tokens up to the ends of the rows.
       seconds: wall time, compilation included.

@@ -196,9 +196,9 @@ def score_batch(
 ) -> np.ndarray:
     """Compute the log-probability of a given token at each position.
 
-    For an estimator of a diffusion model's likelihood, the caller masks ``input_ids`` (for coupled-GRPO, three masked
-    copies of each completion) and combines the results. Without ``attention_mask``, all positions are attended to, as
-    in DiffuCoder's own scoring pass, which does this even for padded rows.
+    For an estimator of a diffusion model's likelihood, the caller masks ``input_ids`` (for coupled-GRPO, three copies
+    of each completion: all masked, a random mask, its complement) and combines the results. Without ``attention_mask``,
+    all positions are attended to, as in DiffuCoder's own scoring pass, which does this even for padded rows.
 
     Args:
       runner: the model on its mesh.

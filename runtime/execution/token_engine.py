@@ -145,8 +145,11 @@ class TokenEngine:
             ``early_stop`` is set, only ``stop_token_ids`` stop a row.
           history: return the canvas after each step (diffusion).
           num_return_sequences: number of samples per prompt, adjacent in the result.
-          tokens_hook: called between steps; may change the canvas (exact diffusion).
-          logits_hook: called in every step with float32 logits ``[B, S + N, V]``; may change them (exact diffusion).
+          tokens_hook: ``hook(step, canvas, logits)``, called before the first step with step None and after each step;
+            returns another canvas int32 ``[B, S + N]``, or None for no change (exact diffusion). ``logits`` is None
+            without a ``logits_hook``.
+          logits_hook: ``hook(step, canvas, logits)``, called in every step with float32 logits ``[B, S + N, V]``;
+            returns other logits, or None for no change (exact diffusion).
           watch: called with the number of steps done and the canvas int32 ``[B, S + N]``, before the first step and
             after each step.
           progress: called during the run with the number of steps done and the maximum number of steps.

@@ -34,7 +34,7 @@ from sharding.links import Wiring
 from sharding.mesh import MeshSpec
 from sharding.topology import Topology
 
-# Fractions of peak that large matrix products and copies reach, measured on an H200 (790 of 990 TFLOP/s, 4.3 of 4.8
+# Assumed fractions of peak: what large matrix products and copies reach on one H200 (790 of 990 TFLOP/s, 4.3 of 4.8
 # TB/s).
 ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH = 0.8, 0.9
 # Fraction of peak that the head's product reaches on a TPU, and that attention reaches without splash attention.

@@ -24,14 +24,14 @@ def test_only_machines_that_are_planned(tmp_path: Path, capsys: pytest.CaptureFi
 def test_without_the_compiler_a_record_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "missing_compiler", lambda platform: "pip install 'diffumesh[tpu]' (libtpu)")
+    monkeypatch.setattr(plans, "missing_compiler", lambda platform: "pip install -e '.[tpu]' in the checkout (libtpu)")
     monkeypatch.setattr("os.getloadavg", lambda: (3.2, 3.2, 3.2))
     run("--only=v5p:2x2x2", f"--output_dir={tmp_path}")
     record = json.loads((tmp_path / "v5p_2x2x2.json").read_text())
     assert record["kind"] == "estimated"
     busy, missing = record["notes"]
     assert "load average 3.2" in busy
-    assert missing == "analytical only: pip install 'diffumesh[tpu]' (libtpu)"
+    assert missing == "analytical only: pip install -e '.[tpu]' in the checkout (libtpu)"
     meshes = record["results"]["meshes"]
     assert meshes[0]["mesh"] == "data=1,sequence=8,tensor=1"
     assert not any("compiled" in mesh for mesh in meshes)

@@ -13,7 +13,7 @@ def test_the_harness_adapter_says_what_to_install() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
     assert found.stderr.startswith("error: the adapter needs lm-evaluation-harness")
-    assert "pip install 'diffumesh[eval]'" in found.stderr
+    assert "pip install -e '.[eval]' in the checkout" in found.stderr
     assert "Traceback" not in found.stderr
     code = f"{HIDE}import launch.lm_eval_adapter"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

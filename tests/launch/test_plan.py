@@ -87,7 +87,7 @@ def test_without_the_compiler_the_analytical_part_works_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "launch.plans.search.missing_compiler", lambda platform: "pip install 'diffumesh[tpu]' (libtpu)"
+        "launch.plans.search.missing_compiler", lambda platform: "pip install -e '.[tpu]' in the checkout (libtpu)"
     )
     plan.run([*HERE[:2], "--topology=v5e:2x4", "--json"])
     captured = capsys.readouterr()

@@ -2,7 +2,7 @@
 
 Nor has it a copy of the KV cache of a layer.
 
-The tests of GPU programs are slow, and need JAX's CUDA plugin (``pip install 'diffumesh[cuda]'``) but no GPU:
+The tests of GPU programs are slow, and need JAX's CUDA plugin (``pip install -e '.[cuda]'``) but no GPU:
 ``pytest -m programs tests/runtime/test_layer_copies.py``.
 """
 

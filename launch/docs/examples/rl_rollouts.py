@@ -2,9 +2,10 @@
 
   python -m launch.docs.examples.rl_rollouts
 
-The scores follow coupled-GRPO (DiffuCoder): each completion is scored twice, under a random mask and under the
-complement of that mask, so that every token is predicted exactly once. A trainer compares these log-probabilities
-before and after an update; ``Engine.replace_weights`` moves its new weights into the engine without recompiling.
+The scores use the two coupled masks of coupled-GRPO (DiffuCoder): each completion is scored twice, under a random mask
+and under the complement of that mask, so that every token is predicted exactly once. DiffuCoder's estimator also scores
+a third copy, in which all tokens are masked. A trainer compares these log-probabilities before and after an update;
+``Engine.replace_weights`` moves its new weights into the engine without recompiling.
 """
 
 from __future__ import annotations
