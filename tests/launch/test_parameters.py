@@ -84,7 +84,7 @@ MODES = [
 # Those of them that are not compiled in: without a cache, as here, the block length is not.
 OF_EACH_REQUEST = {
     *("block_length", "sub_block_length", "refresh_interval", "threshold", "factor", "entropy_bound", "entropy_limit"),
-    *("initial_masks", "number_transfer_tokens", "expand_budget", "pad_delete_to_right", "early_stop"),
+    *("number_transfer_tokens", "expand_budget", "pad_delete_to_right", "early_stop"),
 }
 
 

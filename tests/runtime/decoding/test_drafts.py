@@ -62,7 +62,10 @@ TRAINED = {
     "origin": DiffusionConfig(max_new_tokens=40, steps=20, algorithm="origin", temperature=1.0, top_p=0.9, seed=2),
     "alg_temp": DiffusionConfig(40, steps=20, algorithm="topk_margin", temperature=0.5, alg_temp=0.5, seed=3),
     "threshold": DiffusionConfig(40, algorithm="maskgit_plus", parallel="threshold", threshold=0.6, block_length=16),
+    "entropy_bound": DiffusionConfig(40, algorithm="entropy", parallel="entropy_bound", entropy_bound=0.3),
 }
+# In these modes no guess for the random models is right. TRAINED has such modes of a trained model.
+UNGUESSED = {"threshold", "threshold, early stop", "entropy_bound", "llada, threshold", "fast_dllm_v2"}
 MESHES = ("data=2", "sequence=4", "tensor=4", "data=2,sequence=2,tensor=2")
 
 
@@ -95,7 +98,8 @@ def check(engine: Engine, ids: np.ndarray, mask: np.ndarray, config: DiffusionCo
 @pytest.mark.parametrize("drafts", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_dream(name: str, drafts: int) -> None:
     ids, mask = rows() if DREAM[name].max_new_tokens == GREEDY.max_new_tokens else ragged_rows()
-    check(golden_cases.engine(), ids, mask, DREAM[name], drafts)
+    found = check(golden_cases.engine(), ids, mask, DREAM[name], drafts)
+    assert found.stats.accepted_steps > 0 or name in UNGUESSED
 
 
 @pytest.mark.slow
@@ -103,7 +107,8 @@ def test_dream(name: str, drafts: int) -> None:
 def test_other_families(name: str) -> None:
     folder, config = OTHERS[name]
     engine = golden_cases.engine(folder=GOLDEN / folder)
-    check(engine, *ragged_rows(), config, 3)
+    found = check(engine, *ragged_rows(), config, 3)
+    assert found.stats.accepted_steps > 0 or name in UNGUESSED
 
 
 @pytest.mark.slow
