@@ -30,7 +30,7 @@ from checkpoints.demo.canvases import Batch, Corpus, checking_batches, training_
 from checkpoints.demo.model import build_model, save, tokenizer_files
 from checkpoints.demo.programs import FOLDER, excluded, training_programs
 from checkpoints.demo.recipe import Recipe
-from checkpoints.local_files import read_json_lines, replace_file
+from checkpoints.local_files import parse_json_object, read_json_lines, replace_file
 
 Pair = tuple[str, str]
 
@@ -193,7 +193,7 @@ def check_state(values: flags.FlagValues) -> None:
     if not path.exists():
         replace_file(path, [json.dumps(now).encode()])
         return
-    before = json.loads(path.read_bytes())
+    before = parse_json_object(path.read_bytes())
     changes = [f"{name}: was {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
     if changes:
         raise flags.Error(f"--state={values.state} is of another run ({'; '.join(changes)}); use another folder")

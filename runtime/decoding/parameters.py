@@ -44,23 +44,15 @@ _REFRESH_PER_BLOCK = Requirement("refresh_blocks", (1,))
 
 
 @dataclass(frozen=True)
-class _Steps(Requirement):
-    """The requirement that ``parallel`` uses the schedule: ``none``, or two more values with block-causal attention."""
+class _OrBlockCausal(Requirement):
+    """A requirement that ``more`` values meet with block-causal attention; all of them if it is None."""
+
+    more: tuple[str, ...] | None = None
 
     def met(self, config: Any) -> bool:
-        """Return whether the configuration's rule uses the schedule."""
-        return super().met(config) or (
-            config.attention_block_length > 0 and config.parallel in ("threshold", "sequential")
-        )
-
-
-@dataclass(frozen=True)
-class _CompiledBlocks(Requirement):
-    """The requirement that the program depends on the block length: by its windows, or by a block-causal mask."""
-
-    def met(self, config: Any) -> bool:
-        """Return whether the configuration's program depends on the block length."""
-        return super().met(config) or config.attention_block_length > 0
+        """Return whether a configuration meets the requirement."""
+        meets = self.more is None or getattr(config, self.field) in self.more
+        return super().met(config) or (config.attention_block_length > 0 and meets)
 
 
 def one_step_per_token(new_tokens: int, block_length: int = 0) -> int:
@@ -89,7 +81,7 @@ class DiffusionConfig:
         512,
         Integer(1, MAX_STEPS),
         "Number of denoise steps, divided evenly among the blocks of new tokens.",
-        requires=(_Steps("parallel", ("none",), when_given=True),),
+        requires=(_OrBlockCausal("parallel", ("none",), when_given=True, more=("threshold", "sequential")),),
         variable_length=False,
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens, in whole blocks if attention is block-causal.",
@@ -150,7 +142,7 @@ class DiffusionConfig:
         f"{DEFAULT_BLOCK_LENGTH} with a cache; without one, a single block for all positions. Block-causal models: the "
         "blocks of the attention mask, counted from position 0; the default is the model's.",
         optional=True,
-        compiled=_CompiledBlocks("cache", ("dual", "prefix")),
+        compiled=_OrBlockCausal("cache", ("dual", "prefix")),
         off=DEFAULT_BLOCK_LENGTH,
         variable_length=False,
         mode=True,

@@ -400,16 +400,12 @@ def _choose_tokens(
             logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices))
         sums = _softmax_sums(logits)
         probabilities = _softmax(logits, sums, dtype)
+        largest, tokens = vocab_argmax(_without_mask(forward, probabilities) if rule.replace_mask else probabilities)
         if rule.replace_mask:
-            logits = _without_mask(forward, logits)
-            largest, tokens = vocab_argmax(_without_mask(forward, probabilities))
-            # Where nothing but the mask token is left, as by a filter, the best other token is that of all logits.
-            # Without the barrier, hosts might start the collectives of the two searches in different orders.
+            # A filter may leave the mask alone. The barrier makes all hosts start the two searches in the same order.
             plain, tokens = jax.lax.optimization_barrier((plain, tokens))
-            warm &= (largest > 0)[..., None]
             tokens = jnp.where(largest > 0, tokens, vocab_argmax(_without_mask(forward, plain))[1])
-        else:
-            largest, tokens = vocab_argmax(probabilities)
+            warm, logits = warm & (largest > 0)[..., None], _without_mask(forward, logits)
         confidence = _confidence(rule, probabilities, largest, tokens)
         if rule.sampled and not rule.greedy:
             # Compute the confidence before the noise, so that the two do not occupy memory over the vocabulary at the
