@@ -125,8 +125,9 @@ def main(values: flags.FlagValues) -> None:
                     if point["canvas"] == first["canvas"]:
                         # Row by row, all points have the same prompts, so tokens of their common rows are compared.
                         point["same_tokens_as_on_the_first"] = bool(point["tokens"].startswith(first["tokens"]))
-                # Written together, so that every record of a table names what was left out of it.
-                for count, point in points:
+                    write_point(values, point, kind_of_devices(devices), devices[:count], notes)
+                # Again, so that every record of a table names what was left out of it.
+                for count, point in points if left_out else ():
                     write_point(values, point, kind_of_devices(devices), devices[:count], [*notes, *left_out])
 
 

@@ -191,6 +191,9 @@ def check_state(values: flags.FlagValues) -> None:
     path = Path(values.state) / "settings.json"
     now = {"seed": values.seed, "programs": values.programs, "source": list(values.source)}
     if not path.exists():
+        for name in ("state.pt", "library.jsonl", "tokenizer.json"):
+            if path.with_name(name).exists():
+                raise flags.Error(f"--state={values.state} contains {name}, but not {path.name}; use another folder")
         replace_file(path, [json.dumps(now).encode()])
         return
     before = parse_json_object(path.read_bytes())

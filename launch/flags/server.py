@@ -180,8 +180,7 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
             # A request for this mode would get the value of the server's flag instead.
             if not EXPOSED_PARAMETERS[name].is_compiled(found[-1]) and fields[name] != getattr(found[0], name):
                 raise InputError(
-                    f"--mode={text}: {name} is a value of each request, and --{name} is its default in every mode; "
-                    "leave it out here",
+                    f"--mode={text}: {name} is a value of each request and not of a mode; leave it out here",
                     field="mode",
                 )
     return found
@@ -201,6 +200,9 @@ def read_pool_shapes(
     widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
     if widths[-1] > model.max_positions:
         raise InputError(f"--canvas={widths[-1]}: the model allows {model.max_positions} positions")
+    for config in configs:
+        if isinstance(config, DiffusionConfig) and config.attention_block_length > widths[-1]:
+            raise InputError(f"--canvas={widths[-1]} is narrower than a block of {config.attention_block_length}")
     if (tokens := configs[0].max_new_tokens) >= widths[-1]:
         raise InputError(
             f"--canvas={widths[-1]} has no room for a prompt beside {tokens} new tokens: give a wider one, or fewer "

@@ -140,7 +140,7 @@ class DiffusionConfig:
         Integer(1, MAX_NEW_TOKENS),
         "Positions per block. Blocks are filled one after another, starting at the first mask. Default: "
         f"{DEFAULT_BLOCK_LENGTH} with a cache; without one, a single block for all positions. Block-causal models: the "
-        "blocks of the attention mask, counted from position 0; the default is the model's.",
+        "blocks of the attention mask, counted from position 0, which are compiled in; the default is the model's.",
         optional=True,
         compiled=_OrBlockCausal("cache", ("dual", "prefix")),
         off=DEFAULT_BLOCK_LENGTH,

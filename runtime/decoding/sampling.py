@@ -402,9 +402,9 @@ def _choose_tokens(
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(_without_mask(forward, probabilities) if rule.replace_mask else probabilities)
         if rule.replace_mask:
-            # A filter may leave the mask alone. The barrier makes all hosts start the two searches in the same order.
-            plain, tokens = jax.lax.optimization_barrier((plain, tokens))
-            tokens = jnp.where(largest > 0, tokens, vocab_argmax(_without_mask(forward, plain))[1])
+            # A filter may leave the mask token alone. The best other token is then that of all logits.
+            best = vocab_argmax(_without_mask(forward, _where_chosen(plain, tokens)))[1]
+            tokens = jnp.where(largest > 0, tokens, best)
             warm, logits = warm & (largest > 0)[..., None], _without_mask(forward, logits)
         confidence = _confidence(rule, probabilities, largest, tokens)
         if rule.sampled and not rule.greedy:

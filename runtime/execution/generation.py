@@ -208,9 +208,11 @@ def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | Sampl
         return max(most_steps_of_row(request, runner.layout.config) for request in rows.requests)
     if not config.in_blocks:
         return config.steps
-    length, steps = block_schedule(config, width)
-    span = max(block_span(request, runner.layout.config) for request in rows.requests)
-    return max(1, math.ceil(span / length) * steps)
+    most = 1
+    for request in rows.requests:
+        length, steps = block_schedule(config, min(request.canvas_length, width))
+        most = max(most, math.ceil(block_span(request, runner.layout.config) / length) * steps)
+    return most
 
 
 def generate_rows(

@@ -314,7 +314,9 @@ class Pool:
     def limits(self) -> PoolLimits:
         """The pool's buckets and limits, for a scheduler."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
-        return PoolLimits(self.grid, most, self._data, canvases_of(self.config), tokens_per_pass(self.config))
+        prefills = isinstance(self.config, SamplingConfig) and self.config.use_cache
+        growth = tokens_per_pass(self.config)
+        return PoolLimits(self.grid, most, self._data, canvases_of(self.config), growth, prefills)
 
     @property
     def held(self) -> list[int]:
@@ -323,9 +325,15 @@ class Pool:
 
     def compile(self, bucket: Bucket) -> None:
         """Compile all programs of a bucket. May be called from any thread."""
-        slots = self._make(bucket)
+        slots = self._new_slots(bucket)
         slots.compile()
-        slots.compile_moves(self.grid.canvas)
+        slots.compile_moves()
+
+    def _new_slots(self, bucket: Bucket) -> Slots:
+        """Create free slots of a bucket. Copies of their caches have room for a row of any bucket."""
+        slots = self._make(bucket)
+        slots.copied = self.grid.canvas
+        return slots
 
     def steps_per_block(self, config: GenerationConfig) -> int:
         """Return the maximum number of denoise steps per block of a row in this pool; 1 if autoregressive."""
@@ -392,7 +400,7 @@ class Pool:
         }
         for one in plan.buckets:
             if one.number not in self._open:
-                self._open[one.number] = _Open(self._make(Bucket(one.rows, one.width)))
+                self._open[one.number] = _Open(self._new_slots(Bucket(one.rows, one.width)))
         # Move rows before inserting new ones, because prefills of new rows may overwrite caches that are still to move.
         for rows in ([*moving, None], list(requests)) if moving else ([*requests, None],):
             for one in plan.buckets:
@@ -430,7 +438,7 @@ class Pool:
             # One at a time, so that only one copy is alive. If rows exchange places in a cycle, copy all of them first.
             for row in ready[:1] or left:
                 number, slot = sources[row]
-                taken[row] = self._open[number].slots.take_caches(slot, self.grid.canvas)
+                taken[row] = self._open[number].slots.take_caches(slot)
             for row in list(taken):
                 number, slot = targets[row]
                 self._open[number].slots.put_caches(slot, taken.pop(row))

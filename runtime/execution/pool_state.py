@@ -27,6 +27,7 @@ class PoolLimits:
       data: numbers of rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
       canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
       growth: most tokens that an iteration adds to a growing row: one, and its drafts.
+      prefills: whether a row's first token comes with its prefill, which is no iteration.
     """
 
     grid: Grid
@@ -34,6 +35,7 @@ class PoolLimits:
     data: int = 1
     canvases: int = 1
     growth: int = 1
+    prefills: bool = False
 
 
 @dataclass

@@ -6,8 +6,9 @@ The policy:
   which they would end if they had started on arrival, so a short row does not wait for a long one that arrived just
   before it.
 * Rows are in the cheapest compiled buckets, and move only if this makes a pass at least 10 % cheaper (``move_gain``).
-* A step takes about ``step_seconds``. Buckets with new rows run first, then those whose rows have received the least
-  device time, so a long row gets as much time as a short one.
+* A step takes about ``step_seconds``. Buckets whose rows have received the least device time run first, so a long row
+  gets as much time as a short one. A bucket with a row that has shown nothing comes before all others, unless its rows
+  are ahead of others by more than a step.
 * A bucket reads one prompt chunk per step, so a long prompt does not delay the other rows of the bucket.
 * A bucket runs as many iterations as fit into its share of the step, but stops when its first row is done. While a new
   row in it has not shown a token yet, it runs one iteration per step.
@@ -386,8 +387,8 @@ class Scheduler:
         self.stats.tokens += tokens
         passes, accepted = (steps, 0) if result.drafts is None else (result.drafts.passes, result.drafts.accepted)
         self.stats.accepted_steps += accepted
-        if pool.limits.grid.grows:
-            passes = max(0, passes - 1)  # the first token is that of the prefill, which is no iteration
+        if pool.limits.prefills:
+            passes = max(0, passes - 1)  # the first token is the prefill's
         self.stats.busy_iterations += passes
         self.stats.busy_positions += passes * self._positions(row)
         self._note_prefix(row, max(1, config.max_new_tokens), now)

@@ -65,6 +65,7 @@ class Slots(abc.ABC):
       forwards: number of forward passes so far.
       prefill_seconds: wall time so far of reading prompts in chunks.
       iterations: number of loop iterations so far. Prefills of inserted rows are not included.
+      copied: positions of a copy of a row's cache, for moves; by default ``width``.
       request: run-time arguments of all slots, on the mesh; None before the first insertion.
       state: loop state of all slots, on the mesh; None before the first insertion.
     """
@@ -76,8 +77,8 @@ class Slots(abc.ABC):
         """Create ``count`` free slots for rows of up to ``width`` positions, with a KV cache if ``cached``."""
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
+        self.copied = width
         self.prefill_seconds = 0.0
-        self._copied = width  # positions of a copy of a cache
         self._limits: dict[int | None, jax.Array] = {}
 
     @abc.abstractmethod
@@ -162,7 +163,7 @@ class Slots(abc.ABC):
 
     def _clear_cache(self, slot: int) -> None:
         shapes = {
-            name: abstract_taken_row(own.layout, self._copied, own.cache_dtype) for name, own in self._caches.items()
+            name: abstract_taken_row(own.layout, self.copied, own.cache_dtype) for name, own in self._caches.items()
         }
         self.put_caches(slot, {name: put(np.zeros(one.shape, one.dtype), one.sharding) for name, one in shapes.items()})
 
@@ -195,12 +196,12 @@ class Slots(abc.ABC):
         """The caches of the slots: for each one's name in the state, the model that it belongs to."""
         return {"cache": self._runner} if self._cached else {}
 
-    def take_caches(self, slot: int, length: int) -> dict[str, jax.Array]:
-        """Copy a row's caches, padded to ``length`` positions, by their names; empty if rows have no cache."""
+    def take_caches(self, slot: int) -> dict[str, jax.Array]:
+        """Copy a row's caches, padded to :attr:`copied` positions, by their names; empty if rows have no cache."""
         taken = {}
         for name, own in self._caches.items():
             arguments = (getattr(self.state, name), self._device_scalar(slot))
-            taken[name] = self._take_program(name, own, length, arguments)(*arguments)
+            taken[name] = self._take_program(name, own, arguments)(*arguments)
         return taken
 
     def put_caches(self, slot: int, taken: Mapping[str, jax.Array]) -> None:
@@ -228,9 +229,9 @@ class Slots(abc.ABC):
         key = ("whole", type(self), layout.rules)
         return self._compiled(key, (trees,), lambda: lower_replicate(layout, trees))
 
-    def _take_program(self, name: str, own: Runner, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        lower = functools.partial(lower_take_row, own.layout, length, *arguments)
-        return self._compiled(("take", name, length), arguments, lower)
+    def _take_program(self, name: str, own: Runner, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        lower = functools.partial(lower_take_row, own.layout, self.copied, *arguments)
+        return self._compiled(("take", name, self.copied), arguments, lower)
 
     def _put_program(self, name: str, own: Runner, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         return self._compiled(("put", name), arguments, functools.partial(lower_put_row, own.layout, *arguments))
@@ -241,20 +242,19 @@ class Slots(abc.ABC):
         lower = functools.partial(lower_empty_cache, own.layout, self.count, self.width, own.cache_dtype)
         return self._runner.programs.prepare(key, lower, counts=False)
 
-    def compile_moves(self, length: int) -> None:
-        """Compile the programs that move rows to and from slots of up to ``length`` positions.
+    def compile_moves(self) -> None:
+        """Compile the programs that move rows to and from these slots. One of them also clears a cache.
 
-        One of them also clears a cache. May be called from any thread.
+        May be called from any thread.
         """
-        self._copied = length
         request, state = self._abstract()
         if jax.process_count() > 1:
             self._whole_program(_only_rows((request, state)))
         number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
         for name, own in self._caches.items():
-            taken = abstract_taken_row(own.layout, length, own.cache_dtype)
+            taken = abstract_taken_row(own.layout, self.copied, own.cache_dtype)
             self._empty_program(name, own)
-            self._take_program(name, own, length, (getattr(state, name), number))
+            self._take_program(name, own, (getattr(state, name), number))
             self._put_program(name, own, (getattr(state, name), number, taken))
 
     @property

@@ -12,7 +12,7 @@ from checkpoints.folder import CheckpointFolder
 from runtime.execution.left_padding import left_padded
 from runtime.models.config import InfillingTokens, ModelConfig, token_ids
 from runtime.models.families import find_family
-from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
+from runtime.text.chat_template import RendererStartError, TemplateRenderer, TemplateTimeoutError
 from runtime.text.tokenizer_file import read_tokenizer_file
 from sharding.errors import InputError
 
@@ -292,6 +292,8 @@ def _each(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item])
         return []
     try:
         return list(work(items))
+    except RendererStartError:
+        raise  # it is not of an item
     except InputError as error:
         if len(items) == 1:  # a second call would fail too
             return [error]

@@ -139,5 +139,10 @@ def test_a_state_belongs_to_its_settings(tmp_path: Path) -> None:
 
     check("--seed=3")
     check("--seed=3", "--steps=10")
+    (tmp_path / "library.jsonl").write_text("")
+    check("--seed=3")
     with pytest.raises(flags.Error, match=r"of another run \(seed: was 3, now 4; programs: was 200000, now 500\)"):
         check("--seed=4", "--programs=500")
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(flags.Error, match=r"contains library\.jsonl, but not settings\.json"):
+        check("--seed=3")

@@ -247,7 +247,7 @@ def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
         (["--canvas=4096"], "the model allows 2048"),
         (["--mode=cache"], "expected name=value"),
         (["--mode=cache=dual,refresh_interval=0"], "--mode=cache=dual,refresh_interval=0: refresh_interval is 0"),
-        (["--mode=parallel=threshold,threshold=0.8"], "threshold is a value of each request, and --threshold is its"),
+        (["--mode=parallel=threshold,threshold=0.8"], "threshold is a value of each request and not of a mode"),
         (["--max_rows=100"], "must not exceed --max_queue=64"),
         (["--temperature=-1"], "temperature is -1"),
         (["--seed=7"], "--seed is not available in serve"),

@@ -154,13 +154,18 @@ def test_no_collectives_of_passes_with_drafts_are_concurrent(name: str, mesh: st
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor=2", "data=2,sequence=2,tensor=2"])
 def test_no_collectives_beside_the_search_for_a_threshold(mesh: str) -> None:
-    """Log-probabilities and ``low_confidence`` reduce logits that do not need the search's result."""
+    """Log-probabilities and ``low_confidence`` reduce logits that do not need the search's result.
+
+    So does the best token besides the mask token.
+    """
     sampled: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "log_probabilities": True}
     autoregressive = golden_cases.engine(mesh, golden_cases.FOLDER.parent / "qwen3_tiny")
     autoregressive.generate_tokens([[5, 6, 7]] * 2, None, SamplingConfig(**sampled))
     llada = golden_cases.engine(mesh, golden_cases.FOLDER.parent / "llada_tiny")
     llada.generate_tokens([[5, 6, 7]] * 2, None, llada.published(**sampled, algorithm="low_confidence", steps=4))
-    for engine in (autoregressive, llada):
+    dream = golden_cases.engine(mesh)
+    dream.generate_tokens([[5, 6, 7]] * 2, None, DiffusionConfig.fast_dllm(4, temperature=0.7, top_p=0.9))
+    for engine in (autoregressive, llada, dream):
         assert_ordered(engine)
 
 

@@ -62,6 +62,8 @@ def test_tokens_are_those_of_a_prompt_that_is_read_whole(
     assert sum(iterations > 0 for iterations in beside) >= LONG // CHUNK
     for number, row in enumerate(asked):
         same(found[number], alone(single, row))
+    # The first token of each row is its prefill's; an iteration makes each of the others.
+    assert scheduler.stats.busy_iterations == sum(row.config.max_new_tokens - 1 for row in asked)
 
 
 @pytest.mark.parametrize("mesh", ["tensor=1", pytest.param("data=2", marks=pytest.mark.slow)])

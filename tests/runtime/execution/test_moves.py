@@ -71,7 +71,9 @@ class Shuffled:
         self.moves = 0
 
     def _free(self, width: int, count: int) -> Slots:
-        return open_slots(self._runner, self._config, width, count, max(WIDTHS), width)
+        slots = open_slots(self._runner, self._config, width, count, max(WIDTHS), width)
+        slots.copied = max(WIDTHS)
+        return slots
 
     def run(self, requests: list[RowRequest]) -> list[RowResult]:
         data, found = self._runner.layout.spec.data, []
@@ -94,7 +96,7 @@ class Shuffled:
         moving = {}
         for slots, rows in old:
             taken = slots.take(list(rows))
-            moving |= {row: (taken[slot], slots.take_caches(slot, max(WIDTHS))) for slot, row in rows.items()}
+            moving |= {row: (taken[slot], slots.take_caches(slot)) for slot, row in rows.items()}
         made = []
         rest = [int(row) for row in self._random.permutation(left)]
         while rest:
@@ -171,7 +173,8 @@ def test_a_move_is_one_collective(mesh: str, collectives: int, kind: str) -> Non
     engine = Engine.load(golden_cases.FOLDER, mesh, kv_cache=kind)
     config = generalized(DIFFUSION["dual"])
     slots = open_slots(engine.runner, config, WIDTHS[0], 4, max(WIDTHS), WIDTHS[0])
-    slots.compile_moves(max(WIDTHS))
+    slots.copied = max(WIDTHS)
+    slots.compile_moves()
     texts = {name: text for name, text in engine.program_texts().items() if name.endswith(("take", "put"))}
     assert len(texts) == 2
     found = {name.partition("_")[2]: re.findall(_COLLECTIVES, text) for name, text in texts.items()}
@@ -191,6 +194,32 @@ def test_a_move_on_a_tpu_slice_is_one_collective(dtype: Any) -> None:
     assert len(re.findall(_COLLECTIVES, take)) == 1
     put: Any = lower_put_row(layout, cache, row, taken).compile().as_text()  # type: ignore[arg-type]
     assert not re.findall(_COLLECTIVES, put)
+
+
+def test_a_cache_is_cleared_by_a_program_for_moves() -> None:
+    """A row with non-finite logits leaves a bucket narrower than the canvas, and another row takes its slot."""
+    engine, config = Engine.load(golden_cases.FOLDER, "tensor=1"), generalized(DIFFUSION["dual"])
+    weights, bad = jax.tree.map(np.array, engine.weights), 9
+    weights.embedding[bad] = np.nan
+    engine.replace_weights(weights)
+    executor = Executor(engine.runner, [PoolShape(config, max(WIDTHS), 2)])
+    (pool,) = executor.pools
+    narrow = next(one for one in pool.grid.buckets if (one.rows, one.width) == (2, min(WIDTHS)))
+    pool.compile(narrow)
+    before = engine.compiled_programs
+    scheduler = Scheduler([pool.limits], SchedulerPolicy(1))
+    scheduler.restrict(0, [narrow])
+    for tokens in ([1, 2, 3], [1, 2, bad], [1, 2, 4]):
+        scheduler.add(RequestHandle(rows=[RowRequest(tokens, DIFFUSION["dual"], 3)]))
+    found: dict[tuple[int, ...], RowResult] = {}
+    while scheduler.waiting or scheduler.running:
+        for event in scheduler.update(executor.execute(scheduler.schedule(0.0)), 0.0):
+            if isinstance(event, RowFinished):
+                found[tuple(event.handle.rows[0].tokens)] = event.result
+    assert {tokens: result.non_finite for tokens, result in found.items()} == {
+        (1, 2, 3): False, (1, 2, bad): True, (1, 2, 4): False
+    }  # fmt: skip
+    assert engine.compiled_programs == before
 
 
 def test_an_autoregressive_row_grows_into_wider_buckets() -> None:
@@ -222,11 +251,12 @@ def test_an_int8_cache_moves_bit_by_bit(mesh: str) -> None:
     engine = Engine.load(golden_cases.FOLDER, mesh, kv_cache="int8")
     config, count = generalized(DIFFUSION["prefix"]), 2 * engine.layout.spec.data
     wide, narrow = (open_slots(engine.runner, config, width, count, max(WIDTHS), width) for width in WIDTHS[::-1])
+    narrow.copied = max(WIDTHS)
     request = RowRequest([1, 2, 3], DIFFUSION["prefix"], 3)
     wide.insert({1: request})
     narrow.insert({})
     wide.run(2)
-    narrow.put_caches(count - 1, wide.take_caches(1, max(WIDTHS)))
+    narrow.put_caches(count - 1, wide.take_caches(1))
     for old, new in zip(jax.tree.leaves(wide.state.cache), jax.tree.leaves(narrow.state.cache), strict=True):
         old, new = np.asarray(old), np.asarray(new)
         np.testing.assert_array_equal(new[:, count - 1], old[:, 1, :, : WIDTHS[0]])
