@@ -261,7 +261,7 @@ def main(values: flags.FlagValues) -> None:
             if not last:
                 save(folder, {**files, "training.json": record}, trainer.weights())
             saved = time.monotonic()
-    # Behind the loop, also for a run that ended after its last state was saved, or goes on with another folder.
+    # After the loop, also for a run that ended after its last state was saved, or goes on with another folder.
     save(folder, {**files, "training.json": record}, trainer.weights())
     print(f"saved {folder}: {sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6:.1f} MB")
 

@@ -402,7 +402,7 @@ def _choose_tokens(
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(_without_mask(forward, probabilities) if rule.replace_mask else probabilities)
         if rule.replace_mask:
-            # A filter may leave the mask token alone. The best other token is then that of all logits.
+            # A filter may leave only the mask token. The best other token is then that of all logits.
             best = vocab_argmax(_without_mask(forward, _where_chosen(plain, tokens)))[1]
             tokens = jnp.where(largest > 0, tokens, best)
             warm, logits = warm & (largest > 0)[..., None], _without_mask(forward, logits)

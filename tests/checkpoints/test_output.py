@@ -152,7 +152,7 @@ def test_replacing_a_checkpoint(exchanges: bool, micro: Path, tmp_path: Path, mo
 def test_one_that_takes_its_name_is_left_alone(
     exchanges: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another conversion begins after every step of the last ones: it is refused while the names are given."""
+    """Another conversion starts after every rename of the first one, and is refused each time."""
     output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
     if not exchanges:
         monkeypatch.setattr(output_module, "exchange", lambda one, other: False)

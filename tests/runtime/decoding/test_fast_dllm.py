@@ -70,7 +70,7 @@ def test_the_best_other_token_replaces_the_mask_token() -> None:
     hot = (*arguments[:2], jnp.full(2, 5.0), *arguments[3:])
     warm, _ = choose_tokens(forward("data=1"), replace(own, sampled=True), *hot)
     assert (np.asarray(warm) != MASK).all()
-    # A filter that leaves the mask token alone has no other one: the best of all is taken, cold and warm.
+    # Where a filter leaves only the mask token, the best other one of all logits is taken, cold and warm.
     only = (*arguments[:4], jnp.ones(2, jnp.int32)), (*hot[:4], jnp.ones(2, jnp.int32))
     for rules, given in ((replace(own, filtered=True), only[0]), (replace(own, filtered=True, sampled=True), only[1])):
         tokens, confidences = choose_tokens(forward("data=1"), rules, *given)
