@@ -124,6 +124,9 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 }
 
 
+BLOCK_CAUSAL = ("sdar", "fast_dllm_v2")
+
+
 def test_a_server(checkpoint: Checkpoint) -> None:
     with served(checkpoint.engine, checkpoint.config, name="own", canvas=(64,)) as there:
         bodies = [{"model": "own", "prompt": text, "max_tokens": NEW, "temperature": 0.0} for text in PROMPTS]
@@ -131,6 +134,9 @@ def test_a_server(checkpoint: Checkpoint) -> None:
             bodies[0]["suffix"] = SUFFIX
         answers = [there.post("/v1/completions", body) for body in bodies]
         wrong = there.post("/v1/completions", bodies[1] | REFUSED[checkpoint.family][0])
+        if checkpoint.family in BLOCK_CAUSAL:  # the attention mask is compiled for the model's own blocks
+            other = there.post("/v1/completions", bodies[1] | {"block_length": 16})
+            assert (other.status_code, other.json()["error"]["param"]) == (400, "block_length")
     for answer, expected in zip(answers, checkpoint.completions, strict=True):
         [choice] = answer.json()["choices"]
         assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
@@ -145,6 +151,9 @@ def test_a_server_names_what_the_family_cannot_run(checkpoint: Checkpoint, capsy
         said = refusal(capsys, lambda flag=flag: serve.run(["serve", f"--checkpoint={checkpoint.path}", flag]))  # type: ignore[misc]
         assert f"{name}={value} is not available for {checkpoint.family} models" in said
         assert "mesh" not in said
+    if checkpoint.family in BLOCK_CAUSAL:
+        wide = ["serve", f"--checkpoint={checkpoint.path}", "--block_length=1024", "--canvas=512"]
+        assert "--canvas=512 is narrower than a block of 1024" in refusal(capsys, lambda: serve.run(wide))
 
 
 def test_doctor(checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
