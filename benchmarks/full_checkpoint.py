@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from absl import flags
 from safetensors.numpy import save_file
 
 from benchmarks.models import SIZES, checkpoint_config
+from benchmarks.process_memory import peak_resident_bytes
 from benchmarks.records import build_record, define_record_flags, load_notes, write_record
 from checkpoints.export import write_index
 from checkpoints.local_files import parse_json_object
@@ -90,7 +90,7 @@ def restore(values: flags.FlagValues, checkpoint: Path) -> None:
     start = time.perf_counter()
     engine = Engine.load(checkpoint, mesh="tensor=8", dtype="bfloat16")
     loaded = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_resident_bytes()
     assert engine.loaded is not None
 
     def denoise() -> GenerationResult:

@@ -6,8 +6,6 @@ python -m benchmarks.torch_memory --library=torch --part=generate --random=mid-s
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ import jax
 from absl import flags
 
 from benchmarks.models import define_model_flags, model_sizes
+from benchmarks.process_memory import peak_resident_bytes
 from benchmarks.torch_cases import (
     PARTS,
     Case,
@@ -45,11 +44,6 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("part", None, PARTS, "The part of the comparison.", required=True, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of weights and activations.", flag_values=values)
     flags.DEFINE_enum("backend", "default", BACKENDS, "PyTorch's library for matrix products.", flag_values=values)
-
-
-def _peak() -> int:
-    # Kilobytes on Linux, bytes on macOS.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _jax_call(case: Case, sizes: dict[str, int], dtype: str) -> Callable[[], Any]:
@@ -87,15 +81,15 @@ def main(values: flags.FlagValues) -> None:
     torch = import_torch() if values.library == "torch" else None
     if torch is None:
         jax.devices()
-    before = _peak()
+    before = peak_resident_bytes()
     if torch is None:
         call = _jax_call(case, sizes, values.dtype)
     else:
         call = _torch_call(case, sizes, values.dtype, values.backend, torch)
     call()
-    first = _peak()
+    first = peak_resident_bytes()
     call()
-    print(json.dumps({"before_bytes": before, "first_call_bytes": first, "peak_bytes": _peak()}))
+    print(json.dumps({"before_bytes": before, "first_call_bytes": first, "peak_bytes": peak_resident_bytes()}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import gc
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from benchmarks.process_memory import peak_resident_bytes
 from benchmarks.records import NotRunError, Timing
 from benchmarks.suite.cold_start import NEW_TOKENS, STEPS
 from benchmarks.suite.sheet import Sheet
@@ -149,9 +149,7 @@ def load(sheet: Sheet, values: flags.FlagValues, devices: list[Any]) -> Engine:
 
 def note_memory(sheet: Sheet, when: str, devices: list[Any]) -> None:
     """Add measurements of the memory of this process and of the first device, current and peak."""
-    # Kilobytes on Linux, bytes on macOS.
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    facts = {"peak": round(most / 1e9, 3)}
+    facts = {"peak": round(peak_resident_bytes() / 1e9, 3)}
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
