@@ -70,7 +70,8 @@ def check(engine: Engine, slots: Slots, requests: list[RowRequest]) -> None:
     slots.run(2)
     slots.insert({2: None})
     assert slots.run(1)[2]
-    # All programs have been compiled, for the first insertion from the host and for later ones on the mesh.
+    # The first insertion was from the host, later ones are on the mesh. A prompt beside rows that run is read in chunks.
+    slots.compile()
     compiled = engine.compiled_programs
     slots.insert({1: requests[2], 2: requests[1]})
     found = finish(slots, {0: (0, requests[0]), 1: (2, requests[2]), 2: (1, requests[1])})
