@@ -80,6 +80,8 @@ def test_a_model_of_the_hub_is_called_by_its_whole_name(
 def test_blocks_that_are_entered_without_a_refresh(tiny: Engine) -> None:
     config = CONFIG.replace(cache="dual", block_length=4, refresh_blocks=4)
     with served(tiny, config) as found:
+        # Programs that score rows are compiled after the server is ready.
+        wait_for(lambda: found.get("/health").json()["programs_remaining"] == 0)
         compiled = tiny.compiled_programs
         for blocks in (4, 0, 2, 1):
             body = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "refresh_blocks": blocks}
