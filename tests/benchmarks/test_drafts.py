@@ -139,7 +139,7 @@ def test_tuning_changes_only_guesses(
 ) -> None:
     monkeypatch.setattr(drafts, "TUNED", ("threshold", "factor"))
     monkeypatch.setattr(drafts, "SCALES", (0.5, 1.0))
-    run(tmp_path, "--tune", "--other_prompts=4", "--new_tokens=32")
+    run(tmp_path, "--tune", "--other_prompts=10", "--new_tokens=32")
     lines = [line.split(" accepted")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("scale")]
     assert [line.split()[1:3] for line in lines] == [
         [scale, name] for scale in ("0.50", "1.00") for name in ("threshold", "factor")

@@ -70,7 +70,7 @@ def check(engine: Engine, slots: Slots, requests: list[RowRequest]) -> None:
     slots.run(2)
     slots.insert({2: None})
     assert slots.run(1)[2]
-    # The first insertion was from the host, later ones are on the mesh. A prompt beside rows that run is read in chunks.
+    # The first insertion was from the host, later ones are on the mesh; prompts beside running rows are read in chunks.
     slots.compile()
     compiled = engine.compiled_programs
     slots.insert({1: requests[2], 2: requests[1]})
