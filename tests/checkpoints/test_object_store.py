@@ -121,19 +121,19 @@ def test_tensors_are_read_at_the_same_time(
 ) -> None:
     to_store(write_source(tmp_path / "deep", MICRO | {"num_hidden_layers": 4}), url)
     monkeypatch.setattr(loading, "REMOTE_READERS", readers)
-    read_ahead = loading.read_ahead
+    read_ahead, together = loading.read_ahead, min(16, readers)
 
     def read_slowly(*arguments: Any) -> Any:
-        server.reads_at_a_time, server.delay = 0, 0.01 * readers
+        server.reads_at_a_time, server.wait_for, server.delay = 0, together, 0.01 * readers
         return read_ahead(*arguments)
 
     monkeypatch.setattr(loading, "read_ahead", read_slowly)
     try:
         Engine.load(url, mesh="tensor=1")
     finally:
-        server.delay = 0.0
+        server.delay, server.wait_for = 0.0, 0
     # A tensor of this model is one chunk.
-    assert min(16, readers) <= server.reads_at_a_time <= 32
+    assert together <= server.reads_at_a_time <= 32
     assert readers > 1 or server.reads_at_a_time <= 2
 
 

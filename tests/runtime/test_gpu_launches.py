@@ -132,12 +132,15 @@ def compiled(program: str, quantization: str, layers: int) -> Launches:
 @needs_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize(("program", "layer", "others"), [("decode", 21, 12), ("block step", 17, 45)])
+@pytest.mark.parametrize(("program", "layer", "others"), [("decode", 19, 21), ("block step", 17, 44)])
 def test_kernels_of_a_pass(program: str, quantization: str, layer: int, others: int) -> None:
-    """A layer, and everything else, launch at most this many kernels."""
-    two, three = (compiled(program, quantization, layers).kernels for layers in (2, 3))
-    assert three - two <= layer
-    assert two - 2 * (three - two) <= others
+    """A layer, and everything else, launch at most this many kernels.
+
+    From three layers on, each layer adds the same number. With two, XLA fuses the rotary table into both.
+    """
+    three, four = (compiled(program, quantization, layers).kernels for layers in (3, 4))
+    assert four - three <= layer
+    assert three - 3 * (four - three) <= others
 
 
 @needs_cuda
@@ -149,4 +152,4 @@ def test_decisions_of_a_pass(program: str, decisions: int) -> None:
     They are whether a row needs a refresh, whether there is a window (before it, and after it), and whether a row moves
     to another block.
     """
-    assert compiled(program, "none", 2).decisions == decisions
+    assert compiled(program, "none", 3).decisions == decisions
