@@ -1,9 +1,9 @@
 """Background compilation of the programs that warm-up leaves out, in the same order on all hosts.
 
-Programs in JAX's persistent cache are loaded before the server accepts requests. The others are compiled while requests
-run. Host 0 chooses the programs that rows need most often, and names them in its next step. Each host compiles them in
-a background thread and reports when it has finished. The scheduler uses a bucket only when all hosts have its programs,
-so no step waits for the compiler.
+Programs in JAX's persistent cache are loaded, and run once, before the server accepts requests. The others are compiled
+while requests run. Host 0 chooses the programs that rows need most often, and names them in its next step. Each host
+compiles them in a background thread and reports when it has finished. The scheduler uses a bucket only when all hosts
+have its programs, so no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -68,6 +68,13 @@ class Compilation:
         before = self._executor.cached_programs
         self.begin(self._left.pop(0)).wait()
         self.is_cached = bool(self._left) and self._executor.cached_programs > before
+
+    def run_loaded(self) -> None:
+        """Run the programs that were loaded last, so that no request waits for what their first run prepares.
+
+        All hosts call this, and only if the programs are compiled on all of them.
+        """
+        self._executor.run_once(self._order[-1])
 
     def begin(self, programs: Programs) -> threading.Event:
         """Start to compile these programs on this host. Returns an event that is set when they are compiled."""

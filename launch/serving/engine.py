@@ -107,13 +107,15 @@ def exchange_reports(turns: Turns, hosts: Hosts, compiled: Report) -> tuple[bool
 
 
 def load_cached(compilation: Compilation, turns: Turns) -> list[Report]:
-    """Load the programs that all hosts have in their persistent caches, before requests are accepted.
+    """Load the programs that all hosts have in their persistent caches, and run each, before requests are accepted.
 
     Returns:
       The report of each host.
     """
     while not turns.draining() and all(turns.gather(compilation.is_cached)):
         compilation.load()
+        if None not in (report[-1] for report in turns.gather(list(compilation.report))):
+            compilation.run_loaded()
     return turns.gather(list(compilation.report))
 
 

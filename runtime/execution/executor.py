@@ -125,30 +125,37 @@ class Executor:
         Returns:
           True when the warm-up is complete; False if ``stop`` ended it.
         """
-        # Any token except the mask, which a diffusion model would fill.
-        token = 0 if self._runner.layout.config.mask_token_id != 0 else 1
-        for number, pool in enumerate(self.pools):
+        pools = [Programs(number, pool.grid.buckets[0]) for number, pool in enumerate(self.pools)]
+        for one in [*pools, Programs(None, Bucket(self.score_rows, self.score_widths[-1]))]:
             if stop():
                 return False
-            start, bucket = time.perf_counter(), pool.grid.buckets[0]
-            row = RowRequest([token], pool.short_config(_WARM_UP_TOKENS), 0)
-            free = [None] * (bucket.rows - 1)
-            # Move the row into another bucket of the same shape, so that the programs that move rows have run too.
-            new = [Insertion(0, row)]
-            self.execute(StepPlan([PoolPlan(number, new, [BucketPlan(0, *_sizes(bucket), [0, *free], 1, True)])]))
-            while pool.held:
-                self.execute(StepPlan([PoolPlan(number, [], [BucketPlan(1, *_sizes(bucket), [0, *free], 1, True)])]))
-            self.execute(StepPlan([PoolPlan(number, [], [])]))
-            pool.compile(bucket)
-            self.warmed_up[Programs(number, bucket)] = time.perf_counter() - start
-        if stop():
-            return False
-        start = time.perf_counter()
-        score = ScorePass([[token] * 2], [[token] * 2], 1.0, self.score_widths[-1], self.score_rows)
-        self.execute(StepPlan(score=score))
-        scores = Programs(None, Bucket(self.score_rows, self.score_widths[-1]))
-        self.warmed_up[scores] = time.perf_counter() - start
+            start = time.perf_counter()
+            self.run_once(one)
+            if one.pool is not None:
+                self.pools[one.pool].compile(one.bucket)
+            self.warmed_up[one] = time.perf_counter() - start
         return not stop()
+
+    def run_once(self, programs: Programs) -> None:
+        """Run one short row in a bucket, or one score pass. All hosts call this; nothing else may be running.
+
+        The first run of a program takes longer than later ones; on a CPU, XLA prepares its matrix products then.
+        """
+        # Any token except the mask, which a diffusion model would fill.
+        token = 0 if self._runner.layout.config.mask_token_id != 0 else 1
+        number, bucket = programs.pool, programs.bucket
+        if number is None:
+            self.execute(StepPlan(score=ScorePass([[token] * 2], [[token] * 2], 1.0, bucket.width, bucket.rows)))
+            return
+        pool = self.pools[number]
+        row = RowRequest([token], pool.short_config(_WARM_UP_TOKENS), 0)
+        free = [None] * (bucket.rows - 1)
+        # Move the row into another bucket of the same shape, so that the programs that move rows have run too.
+        new = [Insertion(0, row)]
+        self.execute(StepPlan([PoolPlan(number, new, [BucketPlan(0, *_sizes(bucket), [0, *free], 1, True)])]))
+        while pool.held:
+            self.execute(StepPlan([PoolPlan(number, [], [BucketPlan(1, *_sizes(bucket), [0, *free], 1, True)])]))
+        self.execute(StepPlan([PoolPlan(number, [], [])]))
 
     # ---- steps ------------------------------------------------------------------------------------------------
 

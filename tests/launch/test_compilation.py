@@ -48,6 +48,10 @@ class FakeExecutor:
         self.later = [*(Programs(0, bucket) for bucket in BUCKETS[1:]), Programs(None, Bucket(1, 64))]
         self.gate = threading.Event()
         self.score_widths = [128]
+        self.ran: list[Programs] = []
+
+    def run_once(self, programs: Programs) -> None:
+        self.ran.append(programs)
 
     def compile(self, programs: Programs) -> str:
         assert self.gate.wait(60)
@@ -111,6 +115,8 @@ def test_what_is_cached_is_loaded_before_requests_come(own: int, other: bool, lo
     reports = load_cached(compilation, TwoHosts(Host()))
     # The first program that is not in the cache ends the loading; it is compiled.
     assert list(map(len, reports)) == [loaded, loaded]
+    # Each runs once, except for the one whose compilation fails.
+    assert executor.ran == [one for one in FakeExecutor().later[:loaded] if one.bucket != Bucket(1, 32)]
     said: list[str] = []
     compilation.settle(reports, scheduler, said.append)
     assert compilation.remaining == 4 - loaded
