@@ -25,6 +25,7 @@ from benchmarks.autoregressive import autoregressive_table
 from benchmarks.drafts import drafts_table
 from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
+from benchmarks.first_text import first_text_table
 from benchmarks.mode_tables import modes_table
 from benchmarks.overload import overload_table
 from benchmarks.records import check_output
@@ -71,6 +72,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "faults": (
         fault_table,
         "hosts on machines and networks of their own: these are processes on one machine; nor GPUs and TPUs.",
+    ),
+    "first_text": (
+        first_text_table,
+        "a GPU or TPU; a larger model, whose weights take longer to read.",
     ),
     "overload": (
         overload_table,
