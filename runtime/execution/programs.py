@@ -102,11 +102,17 @@ def fetch(array: Array) -> np.ndarray:
 
 
 def put_tree(layout: ModelLayout, tree: Any) -> Any:
-    """Put a struct of declared host arrays onto the mesh, with the shardings of their declarations."""
-    places = shardings(layout, tree)
-    if jax.process_count() == 1:
-        return jax.device_put(tree, places)
-    return jax.tree.map(put, tree, places)
+    """Put a struct of declared host arrays onto the mesh, with the shardings of their declarations.
+
+    Arrays that are there already are kept.
+    """
+
+    def place(value: Any, sharding: jax.sharding.Sharding) -> Array:
+        there = isinstance(value, jax.Array) and value.sharding == sharding
+        # For small arrays, ``put`` takes less time than ``jax.device_put`` of the whole tree.
+        return value if there else put(value, sharding)
+
+    return jax.tree.map(place, tree, shardings(layout, tree))
 
 
 def shapes_of(tree: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
 from runtime.models.kv_cache import Cache, KVCache, attend, cache_length, write_rows, write_window
-from runtime.models.transformer import run_layer, run_layers
+from runtime.models.transformer import run_layer, run_layers, window_tables
 
 Array = jax.Array
 
@@ -99,7 +99,7 @@ def run_window(
     stops = jnp.full_like(starts, cache_length(cache)) if stops is None else stops
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
-    tables = weights.position_tables(forward, positions, x.dtype)
+    tables = window_tables(forward, weights, positions, cache_length(cache), x.dtype)
 
     def step(x: Array, layer: Any, cache: KVCache, number: Any) -> tuple[Array, KVCache]:
         with jax.named_scope("attention"):

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
-from runtime.models.kv_cache import Cache, KVCache, abstract_cache, layer_of, stored, write_stored
-from runtime.models.transformer import run_layers
+from runtime.models.kv_cache import Cache, KVCache, abstract_cache, cache_length, layer_of, stored, write_stored
+from runtime.models.transformer import run_layers, window_tables
 from runtime.models.xla_attention import attention_part, merge_parts
 
 Array = jax.Array
@@ -79,7 +79,7 @@ def run_canvases(
     positions, tokens = jnp.tile(positions, (1, number)), tokens.reshape(rows, -1)
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
-    tables = weights.position_tables(forward, positions, x.dtype)
+    tables = window_tables(forward, weights, positions, cache_length(cache), x.dtype)
 
     def step(x: Array, layer: Any, caches: tuple[KVCache, KVCache], of: Any) -> tuple[Array, tuple[KVCache, KVCache]]:
         cache, windows = caches

@@ -46,6 +46,24 @@ def run_layer(forward: Forward, layer: Any, x: Array, lengths: Array, tables: An
     return layer.finish(forward, x, attended), k, v
 
 
+def window_tables(forward: Forward, weights: Weights, positions: Array, length: int, dtype: Any) -> Any:
+    """Compute position tables, such as rotary cosines and sines, for windows of a few positions.
+
+    Args:
+      forward: layout of the model.
+      weights: the model's weights.
+      positions: int32 ``[B, W]``, below ``length``. Where one is not, the table has no meaning.
+      length: number of positions of the cache.
+      dtype: dtype of the tables.
+    """
+    if not forward.is_single_cpu or positions.shape[1] == 1:
+        return weights.position_tables(forward, positions, dtype)
+    # XLA on CPU would compute cosines and sines again in every layer and for every head, because it fuses them with the
+    # operations that read them. It does not fuse a gather with them.
+    whole = weights.position_tables(forward, jnp.arange(length, dtype=jnp.int32), dtype)
+    return jax.tree.map(lambda table: jnp.take(table, positions, axis=0, mode="clip"), whole)
+
+
 def run_layers(
     forward: Forward, weights: Weights, x: Array, step: Callable[..., tuple[Array, Any]], cache: Any = None
 ) -> tuple[Array, Any]:

@@ -1,6 +1,6 @@
 """Programs read each layer's weights in place: neither the optimized HLO nor the memory has a copy of a layer.
 
-Nor has it a copy of the KV cache of a layer.
+Nor has it a copy of the KV cache of a layer, and position tables are computed once for all layers.
 
 The tests of GPU programs are slow, and need JAX's CUDA plugin (``pip install -e '.[cuda]'``) but no GPU:
 ``pytest -m programs tests/runtime/test_layer_copies.py``.
@@ -143,6 +143,12 @@ def test_cpu_programs_copy_no_weights(program: str) -> None:
     if program == "decode":  # without activations of whole rows
         matrix = 4 * CPU["hidden_size"] * CPU["intermediate_size"]
         assert found.memory_analysis().temp_size_in_bytes < matrix < scanned.memory_analysis().temp_size_in_bytes
+
+
+def test_cpu_block_steps_compute_rotary_tables_once() -> None:
+    text = compiled_here("block step", "float32", "none")[1].as_text()
+    # A refresh has one table and a window another, whatever the number of layers.
+    assert [len(re.findall(rf" {function}\(", text)) for function in ("cosine", "sine")] == [2, 2]
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float32", "int8")])
