@@ -402,7 +402,9 @@ def _choose_tokens(
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(_without_mask(forward, probabilities) if rule.replace_mask else probabilities)
         if rule.replace_mask:
-            tokens = _replace_mask(forward, plain, largest, tokens)
+            # A filter may leave only the mask token. The best other token is then that of all logits.
+            best = vocab_argmax(_without_mask(forward, _where_chosen(plain, tokens)))[1]
+            tokens = jnp.where(largest > 0, tokens, best)
             warm, logits = warm & (largest > 0)[..., None], _without_mask(forward, logits)
         confidence = _confidence(rule, probabilities, largest, tokens)
         if rule.sampled and not rule.greedy:
@@ -418,22 +420,6 @@ def _choose_tokens(
             confidence = _probability(_where_chosen(plain, tokens), tokens, dtype)
         # Without this constraint, the compiler gathers the comparison's result too.
         return forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), *dimensions), confidence
-
-
-def _replace_mask(forward: Forward, logits: Array, largest: Array, tokens: Array) -> Array:
-    """Replace tokens ``[B, P]`` whose probability ``largest`` is 0 by the best token other than the mask.
-
-    A filter may leave only the mask token, and the probabilities of all others may be rounded to 0.
-    """
-
-    def best_of_all(tokens: Array) -> Array:
-        best = vocab_argmax(_without_mask(forward, _where_chosen(logits, tokens)))[1]
-        return jnp.where(largest > 0, tokens, best)
-
-    if not forward.is_single_cpu:  # elsewhere, waiting for a condition costs more than another pass over the logits
-        return best_of_all(tokens)
-    replaced: Array = jax.lax.cond((largest > 0).all(), lambda tokens: tokens, best_of_all, tokens)
-    return replaced
 
 
 def _probability(logits: Array, tokens: Array, dtype: Any) -> Array:
