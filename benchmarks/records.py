@@ -180,8 +180,12 @@ def _git(*arguments: str, root: Path = _REPOSITORY) -> str | None:
 
 
 def repository_commit(root: Path = _REPOSITORY) -> str | None:
-    """Return the commit of a checkout, by default this one; None if it is not a Git checkout."""
-    return _git("rev-parse", "HEAD", root=root)
+    """Return the commit of a checkout, by default this one; None if it is not known.
+
+    A copy without Git, on another machine, can name its commit in a file ``.commit``.
+    """
+    named = root / ".commit"
+    return _git("rev-parse", "HEAD", root=root) or (named.read_text().strip() if named.is_file() else None)
 
 
 def _processor() -> str:

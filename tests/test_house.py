@@ -19,6 +19,7 @@ MAX_COMMAND_LINES = 150
 # Modules that parse JSON which this program itself wrote, and so need not check for duplicate keys or depth.
 OWN_JSON = {
     "benchmarks/compile_phases.py": "arguments of a child process, in checkouts of any age",
+    "benchmarks/gpu_passes/pass_generations.py": "commands from the process that started it, in checkouts of any age",
     "benchmarks/serve/generate_loop.py": "commands from the process that started it",
     "checkpoints/conversion.py": "texts that the processes of a conversion exchange",
     "checkpoints/manifest.py": "a text that was just made, in its parsed form",

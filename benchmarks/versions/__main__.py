@@ -10,14 +10,9 @@ One process per checkout runs all generations, so that both are warm.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +20,13 @@ import numpy as np
 from absl import flags
 from safetensors.numpy import save_file
 
+from benchmarks.checkouts import Checkout, check_checkout, checkouts
 from benchmarks.models import CAUSAL, DIFFUSION, checkpoint_config, define_model_flags, model_sizes
-from benchmarks.records import Timing, build_record, define_record_flags, load_notes, write_record
+from benchmarks.records import Timing, build_record, define_record_flags, load_notes, repository_commit, write_record
 from checkpoints import DEMO, parse_json_object
 from launch.process.startup import run_launcher
-from runtime import InputError
 from runtime.models.families import model_layout, parse_config
 
-_ROOT = Path(__file__).parents[2]
 _CHILD = Path(__file__).with_name("timed_generations.py")
 # Larger than the usual initialisation, so that greedy tokens do not repeat.
 _WEIGHT_SCALE = 0.08
@@ -71,62 +65,16 @@ def write_causal_demo(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | causal))
 
 
-class Checkout:
-    """A process of one checkout that runs generations on command."""
-
-    def __init__(self, root: Path, folders: list[str]) -> None:
-        """Start the process, and wait until its models are loaded."""
-        self._process = subprocess.Popen(
-            [sys.executable, str(_CHILD), *folders],
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.generations: list[str] = self._answer()["generations"]
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise InputError(f"the generations ended with exit code {self._process.wait()}; see above")
-        return parse_json_object(line.encode())
-
-    def run(self, generation: str) -> dict[str, Any]:
-        """Run one generation. Return seconds, forward passes and a digest of the tokens."""
-        assert self._process.stdin is not None
-        print(generation, file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def end(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-@contextlib.contextmanager
-def checkouts(old: Path, folders: list[str]) -> Iterator[dict[str, Checkout]]:
-    """Start a process for each checkout, and yield the processes by name; end them when the context ends."""
-    found = {name: Checkout(root, folders) for name, root in (("old", old), ("new", _ROOT))}
-    try:
-        yield found
-    finally:
-        for one in found.values():
-            one.end()
-
-
 def measure(both: dict[str, Checkout], warmup: int, rounds: int) -> list[dict[str, Any]]:
     """Return the results of each generation: both times, their ratio, and whether the tokens are equal."""
     rows = []
-    for generation in both["new"].generations:
+    for generation in both["new"].first["generations"]:
         seconds: dict[str, list[float]] = {name: [] for name in both}
         last: dict[str, dict[str, Any]] = {}
         for number in range(warmup + rounds):
             # The checkout that runs first alternates too.
             for name in sorted(both, reverse=bool(number % 2)):
-                last[name] = both[name].run(generation)
+                last[name] = both[name].ask(generation)
                 if number >= warmup:
                     seconds[name].append(last[name]["seconds"])
         timings = {name: Timing.of(each, [0.0]) for name, each in seconds.items()}
@@ -144,17 +92,15 @@ def measure(both: dict[str, Checkout], warmup: int, rounds: int) -> list[dict[st
 
 def main(values: flags.FlagValues) -> None:
     """Measure, print the results, and write the record."""
-    old = Path(values.old).resolve()
-    if not (old / "runtime" / "engine.py").is_file():
-        raise InputError(f"--old={values.old}: not the root of a checkout of this project")
-    commit = subprocess.run(["git", "-C", str(old), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    old = check_checkout("old", values.old)
     notes, sizes = load_notes(), model_sizes(values)
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: Path(temporary) / name for name in ("causal demo", "diffusion", "autoregressive")}
         write_causal_demo(folders["causal demo"])
         write_random_checkpoint(folders["diffusion"], checkpoint_config(sizes, "float32", DIFFUSION))
         write_random_checkpoint(folders["autoregressive"], checkpoint_config(sizes, "float32", CAUSAL))
-        with checkouts(old, [str(DEMO), *map(str, folders.values())]) as both:
+        models = [str(DEMO), *map(str, folders.values())]
+        with checkouts(_CHILD, {"old": old, "new": None}, models, {"JAX_PLATFORMS": "cpu"}) as both:
             rows = measure(both, values.warmup, values.rounds)
     for row in rows:
         spread = {
@@ -165,7 +111,12 @@ def main(values: flags.FlagValues) -> None:
     record = build_record(
         "versions",
         kind="measured",
-        settings={"old_commit": commit, "rounds": values.rounds, "warmup": values.warmup, "model": sizes},
+        settings={
+            "old_commit": repository_commit(old),
+            "rounds": values.rounds,
+            "warmup": values.warmup,
+            "model": sizes,
+        },
         results=rows,
         notes=notes,
     )

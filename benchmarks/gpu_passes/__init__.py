@@ -1,0 +1,1 @@
+"""Measure passes on a GPU beside the times that ``benchmarks.schedule`` models."""
