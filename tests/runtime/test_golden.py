@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, Engine
+from sharding.aot import missing_compiler
 from tests import golden_cases
 from tests.golden_cases import DREAM, FOLDER, Golden
 
@@ -87,9 +91,12 @@ def forward_grid() -> Iterator[Any]:
 
 
 def check_case(golden: Golden, mesh: str, name: str, as_released: bool = False) -> None:
+    """Assert that a case yields the original's tokens on a mesh; see :func:`check_tokens`."""
+    check_tokens(golden, name, golden.config(name), engine(golden, mesh, as_released))
+
+
+def check_tokens(golden: Golden, name: str, config: Any, model: Engine) -> None:
     """Assert that a case yields the original's tokens and, if recorded, its canvas after every step."""
-    config = golden.config(name)
-    model = engine(golden, mesh, as_released)
     history = golden.arrays.get(f"{name}.history")
     result = model.generate_tokens(*golden.inputs(name), config, history=golden.in_blocks or history is not None)
     if golden.in_blocks:
@@ -159,6 +166,17 @@ def test_drafts_keep_the_tokens_of_fast_dllm(name: str) -> None:
     expected = FAST_DLLM.sequences(name, result.sequences.shape[1], model.config.pad_token_id)
     np.testing.assert_array_equal(result.sequences, expected)
     assert result.stats.forwards <= FAST_DLLM.cases[name]["forwards"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    missing_compiler("gpu") is not None or not Path("/dev/nvidia0").exists(),
+    reason="needs an NVIDIA GPU and JAX's CUDA plugin",
+)
+def test_tokens_on_a_gpu() -> None:
+    """Runs in a separate process, because this one simulates devices on CPU."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    subprocess.run([sys.executable, "-m", "tests.runtime.gpu_golden"], env=environment, check=True, timeout=3600)
 
 
 @pytest.mark.parametrize(("golden", "mesh"), list(forward_grid()))
