@@ -182,10 +182,10 @@ def _git(*arguments: str, root: Path = _REPOSITORY) -> str | None:
 def repository_commit(root: Path = _REPOSITORY) -> str | None:
     """Return the commit of a checkout, by default this one; None if it is not known.
 
-    A copy without Git, on another machine, can name its commit in a file ``.commit``.
+    A copy on another machine, without this repository's Git history, names its commit in a file ``.commit``.
     """
     named = root / ".commit"
-    return _git("rev-parse", "HEAD", root=root) or (named.read_text().strip() if named.is_file() else None)
+    return named.read_text(encoding="utf-8").strip() if named.is_file() else _git("rev-parse", "HEAD", root=root)
 
 
 def _processor() -> str:
@@ -217,7 +217,8 @@ def build_record(
     """
     # Changes of the code; records that the same run has written do not count.
     code = ("--", ":/", ":(top,exclude)benchmarks/results")
-    changes = _git("status", "--porcelain", "--untracked-files=no", *code)
+    is_copy = (_REPOSITORY / ".commit").is_file()
+    changes = None if is_copy else _git("status", "--porcelain", "--untracked-files=no", *code)
     return {
         "benchmark": benchmark,
         "kind": kind,

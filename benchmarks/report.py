@@ -26,6 +26,7 @@ from benchmarks.drafts import drafts_table
 from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
 from benchmarks.first_text import first_text_table
+from benchmarks.gpu_passes.__main__ import gpu_passes_table
 from benchmarks.mode_tables import modes_table
 from benchmarks.overload import overload_table
 from benchmarks.records import check_output
@@ -77,6 +78,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         first_text_table,
         "a GPU or TPU; a larger model, whose weights take longer to read.",
     ),
+    "gpu_passes": (
+        gpu_passes_table,
+        "other GPUs, models, canvases and numbers of rows; several GPUs; a generation's time on the host.",
+    ),
     "overload": (
         overload_table,
         "a load generator on another machine, a GPU or TPU, a larger model, several hosts.",
@@ -85,6 +90,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         schedule_table,
         "measured times: nothing ran. Contention is left out, and loops whose trip count the compiler does not state "
         "count once.",
+    ),
+    "compare_torch on a GPU": (
+        comparison_table,
+        "other canvases and numbers of rows; PyTorch with CUDA graphs or torch.compile, which launch kernels faster.",
     ),
     "serve": (
         serve_tables,
@@ -110,8 +119,7 @@ _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.D
 _SUMMARIES: dict[str, tuple[Callable[[Callable[[str], dict[str, Any] | None]], str], str]] = {
     "measured": (
         measured_table,
-        "an accelerator, or generation with a 7B model. Times of different records cannot be compared: their commits "
-        "and loads differ.",
+        "a TPU, or text by a 7B model. Times of different records cannot be compared: their commits and loads differ.",
     ),
     "estimated": (
         estimated_table,
@@ -158,7 +166,9 @@ def fill_tables(text: str, folder: Path) -> str:
             return f"{found[1]}(no record yet)\n{found[3]}"
         try:
             record = read_record(path)
-            make, missing = _TABLES[record["benchmark"]]
+            on_gpu = f"{record['benchmark']} on a GPU"
+            is_gpu = record["machine"]["platform"] == "gpu" and on_gpu in _TABLES
+            make, missing = _TABLES[on_gpu if is_gpu else record["benchmark"]]
             made = make(record)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: not a record that can be shown as a table ({error!r})") from error

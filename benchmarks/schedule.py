@@ -275,7 +275,7 @@ def schedule_table(record: Mapping[str, Any]) -> str:
         modelled = ", *modelled*" if parse_topology(result["topology"]).chip.platform == "gpu" else ""
         weights = ", int8" if result.get("quantization") == "int8" else ""
         parts = [f"{part} {value:.1f}" for part, value in now["parts"].items()][:_SHOWN]
-        role = "consistency" if modelled else "tuned" if result["tuned"] else "judged"
+        role = "not fitted to it" if modelled else "tuned" if result["tuned"] else "judged"
         cells = [
             f"{result['topology']}, {result['mesh']}{modelled}",
             result["pass"] + weights,
@@ -298,8 +298,8 @@ def schedule_table(record: Mapping[str, Any]) -> str:
         f"{settings['masked_positions']} masked positions per row, published sampling.",
         "",
         "*planned* is the planner's estimate, *error* its difference from *now*. The planner's constants are fitted to "
-        "the programs that are marked *tuned*, and judged by the others. On GPU, both columns are computed from the "
-        "same rates, so that their agreement shows only consistency.",
+        "the programs that are marked *tuned*, and judged by the others. For GPUs they are fitted to measured passes "
+        "instead, which take longer than the model says: its rates are those of the largest products and copies.",
     ]
     lines += ["", "Goals that are missed, with the instructions that take the time, in milliseconds:", ""]
     for result in record["results"].values():

@@ -62,6 +62,10 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
     if (torch := read("compare_torch")) is not None:
         for kind, words in (("generate", "masked diffusion"), ("autoregressive", "autoregressive, cached decoding")):
             yield from _beside_torch(torch, kind, words)
+    if (passes := read("gpu_passes")) is not None:
+        each = [f"{row['pass']} {row['new']['timing']['median']:.1f} ms" for row in passes["results"]]
+        device = passes["machine"]["device_kind"].removeprefix("NVIDIA ")
+        yield f"7.6B shape, one row of 512, one {device}", ", ".join(each), "`python -m benchmarks.gpu_passes`"
     if (scheduler := read("offline_scheduler")) is not None:
         each = [row["throughput_ratio"] for row in scheduler["results"].values()]
         result = f"{min(each):.2f}x to {max(each):.2f}x the throughput"

@@ -68,7 +68,9 @@ def agreement(row: Mapping[str, Any]) -> str:
     """Return in words how well the results of both libraries agree."""
     if "relative_difference_of_logits" in row:
         far = "" if row["agrees"] else " (TOO FAR)"
-        return f"logits {row['relative_difference_of_logits']:.1e} apart{far}"
+        distance = row.get("distance_from_float32")  # earlier records have none
+        exact = f", {distance['jax']:.1e} and {distance['torch']:.1e} from float32" if distance else ""
+        return f"logits {row['relative_difference_of_logits']:.1e} apart{exact}{far}"
     steps = f" in {row['compared_steps']} greedy steps" if row.get("compared_steps") else ""
     text = f"{row['share_of_equal_new_tokens']:.1%} of tokens equal{steps}"
     if (samples := row.get("samples")) is not None:
@@ -81,27 +83,28 @@ def agreement(row: Mapping[str, Any]) -> str:
     return text
 
 
-def _details(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def _details(row: Mapping[str, Any], found: Mapping[str, Any], platform: str) -> str:
     words = [agreement(row)]
-    if (rates := found.get("products_gflops_per_second")) is not None:
+    # On a GPU, a product or an attention that is timed alone takes as long as its launch.
+    if platform == "cpu" and (rates := found.get("products_gflops_per_second")) is not None:
         words.append(f"products {rates['jax']:.0f} and {rates['torch']:.0f} GFLOP/s")
         words.append(f"attention {found['attention_share']:.0%}, head {found['head_share']:.0%}")
     return "; ".join(words)
 
 
-def _cells(part: str, row: Mapping[str, Any], found: Mapping[str, Any], name: str, common: Mapping[str, Any]) -> str:
+def _cells(part: str, row: Mapping[str, Any], found: Mapping[str, Any], name: str, record: Mapping[str, Any]) -> str:
     fast, goal = found["times_as_fast"], found.get("goal")
     backend = f" ({row['torch_backend']})" if "torch_backend" in row else ""
     cells = [
         f"{part} {name}".strip(),
         row.get("model", "gpt2" if part == "gpt2" else "mid-size"),
-        str(row.get("cores", common["cores"])),
+        str(row.get("cores", record["settings"]["cores"])),
         _shape(row),
         f"{found['jax_ms']['median']:.1f}",
         f"{found['torch_ms']['median']:.1f}{backend}",
         f"{fast['median']:.2f} ({fast['minimum']:.2f} to {fast['maximum']:.2f})",
         "" if goal is None else f">= {goal:g}: {found['verdict'].replace('missed', 'MISSED')}",
-        _details(row, found),
+        _details(row, found, record["machine"]["platform"]),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -128,7 +131,7 @@ def comparison_table(record: Mapping[str, Any]) -> str:
     ]
     judged: dict[str, int] = {}
     for part, row, found, name in rows_of(results):
-        lines.append(_cells(part, row, found, name, settings))
+        lines.append(_cells(part, row, found, name, record))
         if "verdict" in found:
             judged[found["verdict"]] = judged.get(found["verdict"], 0) + 1
     for part, rows in results.items():

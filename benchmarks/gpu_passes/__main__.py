@@ -2,6 +2,7 @@
 
   python -m benchmarks.gpu_passes                      a denoise step, a block step and decoded tokens of the 7.6B shape
   python -m benchmarks.gpu_passes --old=../old         another checkout too, taking turns
+  python -m benchmarks.gpu_passes --passes='int8 decode' --record=gpu_passes_int8         some of the passes
   python -m benchmarks.gpu_passes --random=demo --canvas=128 --trials=2    a trial of the command itself
 
 Weights are random. A pass's time is that of a generation, without its passes of other kinds, divided by the number of
@@ -82,7 +83,7 @@ PASSES = (
     Pass("denoise step", "h200-b1", "diffusion", 0.25),
     Pass("block step", "h200-block", "diffusion", 0.5),
     Pass("decode", "h200-decode", "causal", 0.5),
-    Pass("decode, int8", "h200-decode-int8", "int8", 0.5),
+    Pass("int8 decode", "h200-decode-int8", "int8", 0.5),
 )
 
 
@@ -95,6 +96,12 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float32"), "Dtype of the weights.", flag_values=values)
     flags.DEFINE_integer("canvas", 512, "Positions of the row.", 64, 1 << 16, flag_values=values)
     flags.DEFINE_integer("trials", 5, "Timed generations of each kind.", 2, 1000, flag_values=values)
+    names = [one.name for one in PASSES]
+    flags.DEFINE_list("passes", names, f"Which of {', '.join(names)} to measure.", flag_values=values)
+    flags.register_validator(
+        "passes", lambda chosen: bool(chosen) and set(chosen) <= set(names), f"some of {', '.join(names)}",
+        flag_values=values,
+    )  # fmt: skip
 
 
 def models(values: flags.FlagValues) -> dict[str, dict[str, Any]]:
@@ -144,7 +151,7 @@ def measure(
     for name, process in both.items():
         traces = {}
         for kind, asked in generations.items():
-            place = folder / f"{name}_{one.name.replace(', ', '_').replace(' ', '_')}_{kind}"
+            place = folder / f"{name}_{one.name.replace(' ', '_')}_{kind}"
             more = {"programs": f"{programs}/{place.name}"} if programs and kind == "whole" else {}
             process.ask(json.dumps(asked | {"trace": str(place)} | more))
             traces[kind] = read_trace(place)
@@ -233,7 +240,7 @@ def main(values: flags.FlagValues) -> None:
         checkouts(_CHILD, roots, [json.dumps(models(values))], {}) as both,
     ):
         folder = Path(values.profile_dir or temporary)
-        for one in PASSES:
+        for one in [one for one in PASSES if one.name in values.passes]:
             found = measure(both, one, values.canvas, values.trials, folder, values.dump_hlo)
             rows.append({"pass": one.name, "modelled": expected.get(one.target, {})} | found)
             for name in both:

@@ -6,8 +6,8 @@ products of the layers, attention, the head, and the choice of tokens. A stage t
 arithmetic and its memory traffic, at achievable rates. The time of collectives is added, except for the part that
 overlaps with products.
 
-TPU rates are fitted to the schedules of compiled programs (:mod:`runtime.planner.kernels`). GPU rates are measured, but
-the time to launch a kernel is assumed.
+TPU rates are fitted to the schedules of compiled programs, GPU rates to passes measured on one H200
+(:mod:`runtime.planner.kernels`); the time to launch a kernel is assumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
 from runtime.models.families import weights_class
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.splash_blocks import splash_blocks
-from runtime.planner.kernels import choice_seconds, launch_seconds, padded, product_seconds, splash_seconds
+from runtime.planner.kernels import (
+    GPU_CHOICE,
+    GPU_PRODUCTS,
+    GPU_WEIGHTS,
+    choice_seconds,
+    launch_seconds,
+    padded,
+    product_seconds,
+    splash_seconds,
+)
 from runtime.planner.memory import estimate_memory
 from runtime.planner.traffic import Collective, bytes_by_axis, phase_collectives, products_in_pieces
 from runtime.planner.workload import Phase, Workload
@@ -34,8 +43,7 @@ from sharding.links import Wiring
 from sharding.mesh import MeshSpec
 from sharding.topology import Topology
 
-# Assumed fractions of peak: what large matrix products and copies reach on one H200 (790 of 990 TFLOP/s, 4.3 of 4.8
-# TB/s).
+# Fractions of peak that large matrix products and copies reach, as on one H200 (790 of 990 TFLOP/s, 4.3 of 4.8 TB/s).
 ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH = 0.8, 0.9
 # Fraction of peak that the head's product reaches on a TPU, and that attention reaches without splash attention.
 _TPU_HEAD = 0.92
@@ -212,10 +220,11 @@ class Estimate:
         hbm_bytes: float,
         share: float = ACHIEVABLE_FLOPS,
         compute_seconds: float | None = None,
+        bandwidth: float = ACHIEVABLE_BANDWIDTH,
     ) -> Stage:
         """Return a stage whose arithmetic takes ``compute_seconds``; None for ``flops`` at a share of the peak."""
         seconds = flops / (self._peak * share) if compute_seconds is None else compute_seconds
-        return Stage(name, flops, hbm_bytes, seconds, hbm_bytes / self._bandwidth)
+        return Stage(name, flops, hbm_bytes, seconds, hbm_bytes / (self.topology.chip.memory_bandwidth * bandwidth))
 
     def _layers(self, phase: Phase, positions: int) -> tuple[Stage, ...]:
         """Estimate the matrix products of the layers, and attention.
@@ -232,8 +241,9 @@ class Estimate:
         weights = layout.bytes_read_per_pass(dtype) - head_bytes(layout, dtype)
         activations = positions * cost.activations_per_position * workload.item * config.num_layers
         flops = config.num_layers * cost.flops_per_position * positions
-        products = None
+        products, share, bandwidth = None, GPU_PRODUCTS, GPU_WEIGHTS[layout.quantization]
         if chip.platform == "tpu":
+            share, bandwidth = ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH
             rows = positions if phase.whole else phase.computed * padded(phase.positions)
             pieces = products_in_pieces(layout, self._wiring, phase)
             # Products in pieces start with a copy of the layer's weights, which nothing overlaps.
@@ -241,7 +251,7 @@ class Estimate:
             columns, padding = layout.size_per_device("mlp"), rows / positions
             products = copies + product_seconds(chip, flops * padding, self._peak, rows, columns, pieces)
         return (
-            self._stage("layers", flops, weights + activations, compute_seconds=products),
+            self._stage("layers", flops, weights + activations, share, products, bandwidth),
             self._attention(phase, positions, cache),
         )
 
@@ -289,8 +299,9 @@ class Estimate:
             _LOGIT_PASSES + threshold_passes(workload.sampling_rule().confidence_dtype, self._search_bits) * outside
         )
         flops = 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
-        share, vector = (ACHIEVABLE_FLOPS, 0.0)
+        share, vector, bandwidth = ACHIEVABLE_FLOPS, 0.0, GPU_CHOICE
         if chip.platform == "tpu":
+            bandwidth = ACHIEVABLE_BANDWIDTH
             positions, vocab = phase.chunk // phase.head_shards(layout), layout.size_per_device("vocab")
             rule = workload.sampling_rule()
             candidates = threshold_candidates(rule.confidence_dtype, self._search_bits) if rule.filtered else 0
@@ -298,7 +309,13 @@ class Estimate:
             share, vector = _TPU_HEAD, seconds * phase.chunks
         return (
             self._stage("head", flops, head_bytes(layout, jnp.dtype(workload.dtype)) * phase.head_runs, share),
-            self._stage("choice of tokens", 0.0, logits * phase.chunks * passes, compute_seconds=vector),
+            self._stage(
+                "choice of tokens",
+                0.0,
+                logits * phase.chunks * passes,
+                compute_seconds=vector,
+                bandwidth=bandwidth,
+            ),
         )
 
     @property

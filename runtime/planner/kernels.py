@@ -1,6 +1,8 @@
-"""How long the kernels of a forward pass take on the matrix and vector units of a TPU, and between kernels on a GPU.
+"""How long the kernels of a forward pass take on the matrix and vector units of a TPU, and on a GPU.
 
-The constants are fitted to the schedules of compiled programs that ``benchmarks/results/schedule.json`` marks as tuned.
+The constants of TPUs are fitted to the schedules of compiled programs that ``benchmarks/results/schedule.json`` marks
+as tuned; those of GPUs to passes measured on one H200 (``benchmarks/results/gpu_passes.json`` and
+``gpu_passes_int8.json``), and are assumed for other GPUs.
 """
 
 from __future__ import annotations
@@ -33,6 +35,12 @@ _SPLASH_PRODUCTS, _SPLASH_OPS = 0.957, 7000
 # Vector operations per logit: to draw random bits, take exponentials and logarithms and find maxima, and for each
 # candidate of the threshold search.
 _CHOICE_OPS, _CANDIDATE_OPS = 310, 50 / 7
+
+# On a GPU, the fraction of peak arithmetic that products of many rows reach, with the small kernels between them, and
+# the fractions of the memory's bandwidth at which products of few rows read weights, by their quantization, and at
+# which tokens are chosen.
+GPU_PRODUCTS, GPU_CHOICE = 0.6, 0.4
+GPU_WEIGHTS = {"none": 0.7, "int8": 0.47}
 
 # Seconds from the end of a GPU kernel to the start of the next (assumed), and kernels of a layer and of a pass of the
 # threshold search, counted in programs that were compiled for H200.

@@ -17,7 +17,7 @@ from benchmarks import compare_torch, torch_rows
 from benchmarks.models import SIZES, model_config
 from benchmarks.torch_cases import Case, case_config, cases, published
 from benchmarks.torch_models import BACKENDS, torch_device, torch_model, with_backend
-from benchmarks.torch_tables import add_goals, comparison_table
+from benchmarks.torch_tables import add_goals, agreement, comparison_table
 from checkpoints import DEMO, parse_json_object
 from launch.process.startup import run_launcher
 from runtime.models.families import parse_config
@@ -108,6 +108,15 @@ def test_a_process_per_number_of_cores_and_one_per_library_for_memory(
     text = comparison_table(record)
     assert "| autoregressive | mid-size | 4 | batch 2, prompt 8, new tokens 4 | 2.0 | 2.0 (onednn) |" in text
     assert "| autoregressive | mid-size | batch 2, prompt 8, new tokens 4 | 2 | 2 | 1.00 |" in text
+
+
+def test_logits_in_bfloat16_are_judged_by_those_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_rows.TOLERANCE, "bfloat16", 0.0)
+    (row,) = run_here(tmp_path, "--parts=forward", "--dtype=bfloat16")["results"]["forward"]
+    distance = row["distance_from_float32"]
+    assert 0 < distance["torch"] < 0.05
+    assert row["agrees"] == (distance["jax"] <= 1.1 * distance["torch"])
+    assert agreement(row).count("e-0") == 3
 
 
 @pytest.mark.slow

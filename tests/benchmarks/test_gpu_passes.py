@@ -30,7 +30,7 @@ MODELS = {
 def test_conditions_are_those_of_the_schedule() -> None:
     for one in PASSES:
         target, whole = TARGETS[one.target], one.generations(512)["whole"]
-        assert target.phase == one.name.removesuffix(", int8")
+        assert target.phase == one.name.removeprefix("int8 ")
         assert whole["prompt"] + whole["new_tokens"] == target.workload["prompt"] + target.workload["new_tokens"]
         assert whole["rows"] == target.workload["batch"]
         assert (whole["block_length"] is not None) == (target.workload.get("cache") == "dual")

@@ -80,6 +80,11 @@ def test_a_record_names_the_driver_and_the_runtime(monkeypatch: pytest.MonkeyPat
     assert build_record("a", kind="measured", settings={}, results={})["machine"]["driver"] == "580.65.06"
 
 
+def test_a_copy_without_the_history_names_its_commit(tmp_path: Path) -> None:
+    (tmp_path / ".commit").write_text("0123abcd\n")
+    assert records.repository_commit(tmp_path) == "0123abcd"
+
+
 def test_every_record_names_a_commit_of_this_repository() -> None:
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=RESULTS, capture_output=True, text=True, check=False)
