@@ -22,7 +22,9 @@ class ObjectStore(ThreadingHTTPServer):
       objects: name -> (generation, data).
       log: (method, object) of every request that reads, writes or deletes one.
       delay: seconds that each read takes.
-      wait_for: number of reads that must have taken place at the same time before one ends; each waits 20 s at most.
+      wait_for: number of reads that must have taken place at the same time before one of an object whose name contains
+        ``wait_in`` ends; each waits 20 s at most.
+      wait_in: see ``wait_for``.
       reads_at_a_time: the largest number of reads that took place at the same time.
       writes_left: number of writes and deletions that are accepted before all others are refused.
     """
@@ -37,7 +39,7 @@ class ObjectStore(ThreadingHTTPServer):
         self.bytes_sent = 0
         self.longest_answer = 0
         self.delay = 0.0
-        self.wait_for = 0
+        self.wait_for, self.wait_in = 0, ""
         self.reading = self.reads_at_a_time = 0
         self.writes_left = 1 << 60
         self.lock = threading.Lock()
@@ -101,7 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.reading += 1
             self.server.reads_at_a_time = max(self.server.reads_at_a_time, self.server.reading)
             self.server.arrived.notify_all()
-            self.server.arrived.wait_for(lambda: self.server.reads_at_a_time >= self.server.wait_for, timeout=20)
+            if self.server.wait_in in unquote(self.path):
+                self.server.arrived.wait_for(lambda: self.server.reads_at_a_time >= self.server.wait_for, timeout=20)
         time.sleep(self.server.delay)
         # Counted before the answer, after which the client may send another request.
         with self.server.lock:

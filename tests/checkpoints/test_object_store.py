@@ -125,13 +125,15 @@ def test_tensors_are_read_at_the_same_time(
 
     def read_slowly(*arguments: Any) -> Any:
         server.reads_at_a_time, server.wait_for, server.delay = 0, together, 0.01 * readers
+        # The chunks. Orbax keeps the index, which is read first and alone, beside the folders of the processes.
+        server.wait_in = "/ocdbt.process_"
         return read_ahead(*arguments)
 
     monkeypatch.setattr(loading, "read_ahead", read_slowly)
     try:
         Engine.load(url, mesh="tensor=1")
     finally:
-        server.delay, server.wait_for = 0.0, 0
+        server.delay, server.wait_for, server.wait_in = 0.0, 0, ""
     # A tensor of this model is one chunk.
     assert together <= server.reads_at_a_time <= 32
     assert readers > 1 or server.reads_at_a_time <= 2
