@@ -17,7 +17,7 @@ from benchmarks.records import NotRunError
 from benchmarks.suite.subject import prompt_ids
 from benchmarks.torch_models import import_torch, torch_model
 from runtime.engine import Engine
-from runtime.execution.programs import fetch, put
+from runtime.execution.programs import put
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import WeightLeaf
 from runtime.models.forward import Forward
@@ -75,13 +75,13 @@ def layer_parity(engine: Engine, attention: str = "auto", tolerance: float | Non
     program = jax.jit(lambda layer, x: run_layer(forward, layer, x, lengths, tables)[0])
     shares = []
     for number in range(config.num_layers):
-        before = fetch(x)[:1].astype(np.float32)
+        before = np.asarray(x)[:1].astype(np.float32)
         x = program(layout.layer(weights, number), x)
-        here = fetch(x)[:1].astype(np.float32)
+        here = np.asarray(x)[:1].astype(np.float32)
         state = {
             # PyTorch's model has a single layer, which takes the weights of each layer in turn.
             leaf.sources[leaf.layers.index(number)].replace(f".{number}.", ".0.", 1): torch.from_numpy(
-                source_tensor(leaf, number, fetch(named[leaf.name]).astype(np.float32))
+                source_tensor(leaf, number, np.asarray(named[leaf.name]).astype(np.float32))
             )
             for leaf in layout.leaves
             if number in leaf.layers

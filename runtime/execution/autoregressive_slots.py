@@ -18,7 +18,6 @@ from runtime.decoding.decode_state import DraftedWeights
 from runtime.decoding.parameters import SamplingConfig
 from runtime.execution.programs import (
     abstract_decode,
-    fetch,
     lower_decode,
     lower_prefill,
     lower_prefill_chunks,
@@ -116,13 +115,13 @@ class AutoregressiveSlots(Slots):
             self._prefill()
         elif self.unread:
             self._prefill_chunks(chunks)
-        if max_iterations is None or max_iterations > int(fetch(self.state.iteration)):
+        if max_iterations is None or max_iterations > int(np.asarray(self.state.iteration)):
             arguments = (self._weights, self.request, self.state)
             self.state = self._decode_program(arguments)(*arguments)
-        made = int(fetch(self.state.iteration))
+        made = int(np.asarray(self.state.iteration))
         self.iterations += made
         self.forwards += made
-        return fetch(self.state.done)
+        return np.asarray(self.whole()[1].done)
 
     def insert(self, rows: Mapping[int, Row]) -> None:
         """Insert rows; see :meth:`Slots.insert`. The next runs start by reading the new rows' prompts."""
@@ -191,7 +190,7 @@ class AutoregressiveSlots(Slots):
         start, before = time.perf_counter(), self._read
         arguments = (self._weights, self.request, self.state, self._limit(chunks))
         self.state = self._prefill_chunks_program(arguments)(*arguments)
-        self._read = fetch(self.state.read).astype(int)
+        self._read = np.asarray(self.whole()[1].read).astype(int)
         # Chunks that each slot has read in this run: the number so far, minus the number before.
         passes = -(-self._read // self._chunk) + before // -self._chunk
         self.forwards += int(passes.reshape(self._runner.layout.spec.data, -1).sum(axis=1).max())
@@ -199,13 +198,15 @@ class AutoregressiveSlots(Slots):
 
     def canvas(self) -> np.ndarray:
         """Return the slots' tokens; see :meth:`Slots.canvas`."""
-        tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
+        _, state = self.whole()
+        tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
         return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
         """Return the results of rows; see :meth:`Slots.collect`. Commit steps are indices of the new tokens."""
         del ended_early  # positions that are not generated hold padding anyway
-        tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
+        _, state = self.whole()
+        tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
         log_probabilities, non_finite, drafts = self._log_probabilities(), self.non_finite(), self.draft_stats()
         found = []
         for slot, (number, request) in taken.items():
@@ -223,10 +224,11 @@ class AutoregressiveSlots(Slots):
 
     def draft_stats(self) -> dict[int, DraftStats]:
         """Return the passes and accepted steps of each slot; see :meth:`Slots.draft_stats`. A step is a new token."""
-        if self.state.passes is None:
+        request, state = self.whole()
+        if state.passes is None:
             return {}
-        new = fetch(self.state.lengths) - fetch(self.request.prompts)
-        pairs = zip(fetch(self.state.passes).tolist(), new.tolist(), strict=True)
+        new = np.asarray(state.lengths) - np.asarray(request.prompts)
+        pairs = zip(np.asarray(state.passes).tolist(), new.tolist(), strict=True)
         return {slot: DraftStats(passes, steps - passes) for slot, (passes, steps) in enumerate(pairs)}
 
     def _positions(self, slot: int, prompt: int, passes: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.left_padding import end_align, start_align
-from runtime.execution.programs import fetch, lower_denoise_with_logits, put, shapes_of
+from runtime.execution.programs import lower_denoise_with_logits, put, shapes_of
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import shifted_logits
 from runtime.execution.slot_kinds import DiffusionSlots
@@ -78,7 +78,7 @@ class HookedSteps:
     def _resume(self, step: int, changed: np.ndarray | None) -> None:
         """Continue all rows at this step, with the canvases that a hook returned; None leaves them as they are."""
         slots, count = self._slots, len(self._rows.lengths)
-        canvas = fetch(slots.state.canvas)
+        canvas = np.asarray(slots.whole()[1].canvas)
         if changed is not None:
             changed = _checked("tokens_hook", changed, self._rows.padding.shape)
             canvas = canvas.copy()
@@ -90,7 +90,8 @@ class HookedSteps:
     def _step_with_logits(self, step: int, logits_hook: LogitsHook) -> np.ndarray:
         """Run one step with the logits from the hook, and return these logits, float32 ``[B, S + N, V]``."""
         slots, layout, rows = self._slots, self._runner.layout, self._rows
-        own = shifted_logits(self._runner, fetch(slots.state.canvas), fetch(slots.request.lengths))
+        request, state = slots.whole()
+        own = shifted_logits(self._runner, np.asarray(state.canvas), np.asarray(request.lengths))
         count = len(rows.lengths)
         logits = end_align(own[:count], rows.lengths, np.zeros((*rows.padding.shape, own.shape[-1]), np.float32))
         changed = logits_hook(step, self._canvas(), logits)

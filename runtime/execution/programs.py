@@ -92,15 +92,6 @@ def put(value: Any, sharding: jax.sharding.Sharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def fetch(array: Array) -> np.ndarray:
-    """Copy a whole array from the mesh to this host."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
 def put_tree(layout: ModelLayout, tree: Any) -> Any:
     """Put a struct of declared host arrays onto the mesh, with the shardings of their declarations.
 
@@ -294,7 +285,7 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
     """Lower scoring: tokens ``[B, S]``, targets ``[B, S]``, lengths ``[B]`` -> log-probabilities float32 ``[B, S]``.
 
     The head runs on ``chunk`` positions of each row at a time. A target is scored with the output that predicts its
-    position. The result is not finite where the logits are not.
+    position. The result is replicated, and not finite where the logits are not.
     """
 
     def score(weights: Weights, tokens: Array, targets: Array, lengths: Array, temperature: Array) -> Array:
@@ -312,8 +303,7 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
         pieces = jax.lax.map(body, starts)
         return jnp.moveaxis(pieces, 0, 1).reshape(tokens.shape)
 
-    jitted = jax.jit(score, out_shardings=forward.layout.sharding("batch", None))
-    return jitted.lower(weights, *arguments)
+    return jax.jit(score, out_shardings=forward.layout.replicated).lower(weights, *arguments)
 
 
 def lower_denoise_with_logits(

@@ -14,7 +14,7 @@ import numpy as np
 
 from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE
 from runtime.execution.left_padding import Rows, end_align, read_rows
-from runtime.execution.programs import fetch, lower_hidden, lower_logits, lower_score, put, shapes_of
+from runtime.execution.programs import lower_hidden, lower_logits, lower_score, put, shapes_of
 from runtime.execution.runner import Runner
 from runtime.models.forward import Forward
 from runtime.models.masks import MAX_BLOCK_LENGTH
@@ -58,7 +58,7 @@ def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray, block
         head = runner.programs.get(
             ("logits", forward, shapes_of(piece)), partial(lower_logits, forward, runner.weights, piece)
         )
-        logits[:, start : start + chunk] = fetch(head(runner.weights, piece))[..., : layout.config.vocab_size]
+        logits[:, start : start + chunk] = np.asarray(head(runner.weights, piece))[..., : layout.config.vocab_size]
     return logits
 
 
@@ -152,7 +152,7 @@ def score_rows(
         compiled = runner.programs.get(
             ("score", forward, chunk, shapes_of(arguments)), partial(lower_score, forward, chunk, *arguments)
         )
-        out[part] = end_align(fetch(compiled(*arguments)), own.lengths, out[part])
+        out[part] = end_align(np.asarray(compiled(*arguments)), own.lengths, out[part])
     return out
 
 

@@ -18,12 +18,7 @@ from runtime.decoding.schedule import padded_steps
 from runtime.decoding.state import ENTRIES_PER_STEP
 from runtime.execution.autoregressive_slots import AutoregressiveSlots
 from runtime.execution.canvas import pad_after_end
-from runtime.execution.programs import (
-    abstract_denoise,
-    fetch,
-    lower_denoise,
-    put,
-)
+from runtime.execution.programs import abstract_denoise, lower_denoise, put
 from runtime.execution.result import DraftStats
 from runtime.execution.row_arrays import diffusion_row
 from runtime.execution.row_request import RowRequest, RowResult, block_span
@@ -98,10 +93,10 @@ class DiffusionSlots(Slots):
         # The counter starts at 0 in each run, because slots may live for more iterations than an int32 can count.
         arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._device_scalar(0)))
         self.state = self._denoise_program(arguments)(*arguments)
-        made = int(fetch(self.state.iteration))
+        made = int(np.asarray(self.state.iteration))
         self.iterations += made
         self.forwards += made * (1 + self.program.guided)
-        return fetch(self.state.done)
+        return np.asarray(self.whole()[1].done)
 
     def _denoise_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         key = ("denoise", self.forward, self.program)
@@ -132,12 +127,13 @@ class DiffusionSlots(Slots):
 
     def _canvases(self) -> tuple[np.ndarray, np.ndarray]:
         """Return canvases, padded after the end of rows that stopped early, and commit steps, both int32 ``[B, S]``."""
-        canvas, commit_steps = fetch(self.state.canvas), fetch(self.state.commit_steps)
-        prompts, stop_tokens = fetch(self.request.prompts), fetch(self.request.stop_tokens)
+        request, state = self.whole()
+        canvas, commit_steps = np.asarray(state.canvas), np.asarray(state.commit_steps)
+        prompts, stop_tokens = np.asarray(request.prompts), np.asarray(request.stop_tokens)
         if self.program.variable_length:
             # Results have no suffix, and no stop token ends a prompt with masks.
-            suffixes = fetch(self.request.lengths) - fetch(self.request.ends)
-            inside = np.arange(self.width) < (fetch(self.state.lengths) - suffixes)[:, None]
+            suffixes = np.asarray(request.lengths) - np.asarray(request.ends)
+            inside = np.arange(self.width) < (np.asarray(state.lengths) - suffixes)[:, None]
             canvas = np.where(inside, canvas, self._runner.layout.config.pad_token_id)
             commit_steps = np.where(inside, commit_steps, -1)
             prompts = np.where(self._moving_prompts, self.width, prompts)
@@ -152,20 +148,22 @@ class DiffusionSlots(Slots):
         canvas, _ = self._canvases()
         canvas = np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
         if self.program.variable_length:
-            moving = self._moving_prompts & ~fetch(self.state.done)
-            after = np.arange(self.width) >= fetch(self.request.prompts)[:, None]
+            request, state = self.whole()
+            moving = self._moving_prompts & ~np.asarray(state.done)
+            after = np.arange(self.width) >= np.asarray(request.prompts)[:, None]
             canvas = np.where(moving[:, None] & after, -1, canvas)
         return canvas
 
     @property
     def _moving_prompts(self) -> np.ndarray:
         """The rows whose prompt has masks, so that its positions move if the canvas has a variable length: ``[B]``."""
-        moving: np.ndarray = fetch(self.request.first) < fetch(self.request.prompts)
+        request, _ = self.whole()
+        moving: np.ndarray = np.asarray(request.first) < np.asarray(request.prompts)
         return moving
 
     def entries(self) -> np.ndarray:
         """Return the canvases that the last iteration made; see :attr:`DenoiseState.entries`."""
-        return fetch(self.state.entries)
+        return np.asarray(self.whole()[1].entries)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
         """Return the results of rows; see :meth:`Slots.collect`."""
@@ -173,8 +171,9 @@ class DiffusionSlots(Slots):
         if ended_early:
             model = self._runner.layout.config
             canvas = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
-        log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
-        windows, non_finite, drafts = fetch(self.state.window_positions), self.non_finite(), self.draft_stats()
+        _, state = self.whole()
+        log_probabilities, refreshes = self._log_probabilities(), np.asarray(state.refreshes)
+        windows, non_finite, drafts = np.asarray(state.window_positions), self.non_finite(), self.draft_stats()
         return [
             RowResult(
                 number,
@@ -190,9 +189,10 @@ class DiffusionSlots(Slots):
 
     def draft_stats(self) -> dict[int, DraftStats]:
         """Return the passes and accepted steps of each slot; see :meth:`Slots.draft_stats`."""
-        if self.state.drafts is None:
+        _, state = self.whole()
+        if state.drafts is None:
             return {}
-        pairs = zip(fetch(self.state.passes).tolist(), fetch(self.state.made_steps).tolist(), strict=True)
+        pairs = zip(np.asarray(state.passes).tolist(), np.asarray(state.made_steps).tolist(), strict=True)
         return {slot: DraftStats(made, steps - made) for slot, (made, steps) in enumerate(pairs)}
 
 

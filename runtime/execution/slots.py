@@ -23,13 +23,7 @@ from runtime.execution.cache_programs import (
     lower_put_row,
     lower_take_row,
 )
-from runtime.execution.programs import (
-    fetch,
-    lower_replicate,
-    put,
-    put_tree,
-    shapes_of,
-)
+from runtime.execution.programs import lower_replicate, put, put_tree, shapes_of
 from runtime.execution.result import DraftStats
 from runtime.execution.row_arrays import UNLIMITED
 from runtime.execution.row_request import RowRequest, RowResult
@@ -80,6 +74,8 @@ class Slots(abc.ABC):
         self.copied = width
         self.prefill_seconds = 0.0
         self._limits: dict[int | None, jax.Array] = {}
+        # Request and state of the last gather, and what it returned.
+        self._gathered: tuple[Any, Any, tuple[Any, Any]] | None = None
 
     @abc.abstractmethod
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
@@ -111,7 +107,8 @@ class Slots(abc.ABC):
 
     def non_finite(self) -> np.ndarray:
         """Return the slots whose rows have ended because the model's logits were not finite: bool ``[B]``."""
-        return fetch(self.state.non_finite)
+        _, state = self.whole()
+        return np.asarray(state.non_finite)
 
     @abc.abstractmethod
     def draft_stats(self) -> dict[int, DraftStats]:
@@ -175,11 +172,23 @@ class Slots(abc.ABC):
 
     def _fetch_rows(self) -> tuple[Any, Any]:
         """Copy request and state of all slots to the host as writable arrays ``[B, ...]``."""
-        trees = _only_rows((self.request, self.state))
-        if jax.process_count() > 1:
-            trees = self._whole_program(trees)(trees)
-        found: tuple[Any, Any] = jax.tree.map(np.array, jax.device_get(trees))
+        found: tuple[Any, Any] = jax.tree.map(np.array, jax.device_get(_only_rows(self.whole())))
         return found
+
+    def whole(self) -> tuple[Any, Any]:
+        """Return request and state, whose arrays of rows ``[B, ...]`` this host can read.
+
+        With several processes, a program gathers these arrays, once after each change, and all other fields are None.
+        :meth:`compile_moves` compiles it, so that no row waits for the compiler. All processes must call this equally
+        often.
+        """
+        if jax.process_count() == 1:
+            return self.request, self.state
+        last = self._gathered
+        if last is None or last[0] is not self.request or last[1] is not self.state:
+            trees = _only_rows((self.request, self.state))
+            last = self._gathered = self.request, self.state, self._whole_program(trees)(trees)
+        return last[2]
 
     def take(self, slots: Sequence[int]) -> dict[int, MovingRow]:
         """Copy rows, without their caches, to move them to other slots. The rows stay here until they are evicted."""
@@ -276,8 +285,8 @@ class Slots(abc.ABC):
         return self._limits[value]
 
     def _log_probabilities(self) -> np.ndarray | None:
-        kept = self.state.log_probabilities
-        return None if kept is None else fetch(kept)
+        kept = self.whole()[1].log_probabilities
+        return None if kept is None else np.asarray(kept)
 
 
 def _only_rows(trees: tuple[Any, Any]) -> tuple[Any, Any]:

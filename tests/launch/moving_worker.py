@@ -2,16 +2,20 @@
 
 ``python -m tests.launch.moving_worker ...`` takes the flags of ``launch.serve`` and ``--move_every=N``. The costs of
 buckets are drawn at random for each of these steps, and no bucket is used again, so rows move even if that costs time.
+After the first step, programs that are compiled outside the background thread are reported on standard error.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+import jax
 from absl import flags
 
 from launch import serve
@@ -19,6 +23,12 @@ from launch.process.startup import run_launcher
 from runtime.execution import scheduler
 from runtime.execution.assignment import Choice, Need, OpenBucket, assign
 from runtime.execution.buckets import pack
+
+# JAX's monitoring event for a compiled program, and the thread of runtime.execution.background.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_COMPILER = "compiler"
+# The beginning of a line about a program that was compiled outside this thread.
+WAITED = "compiled while rows waited:"
 
 
 def shuffle(
@@ -40,9 +50,14 @@ def shuffle(
     return found
 
 
-def moving(every: int = 1) -> Any:
-    """In this context, all rows of this process move before the first step and each ``every`` steps after it."""
-    steps = itertools.count()
+def moving(every: int = 1, steps: Iterator[int] | None = None) -> Any:
+    """In this context, all rows of this process move before the first step and each ``every`` steps after it.
+
+    Args:
+      every: steps from one move to the next.
+      steps: counts the steps.
+    """
+    steps = itertools.count() if steps is None else steps
 
     def one(
         there: Sequence[OpenBucket], needs: Mapping[int, Need], choice: Choice, numbers: Iterator[int]
@@ -52,13 +67,37 @@ def moving(every: int = 1) -> Any:
     return mock.patch.object(scheduler, "assign", one)
 
 
+class Steps:
+    """Counts steps of the scheduler, and reports programs that are compiled while rows wait.
+
+    Attributes:
+      count: number of steps so far.
+    """
+
+    count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def on_event(self, event: str, seconds: float, **_: Any) -> None:
+        """Listener of JAX's monitoring."""
+        if self.count and event == _COMPILED and threading.current_thread().name != _COMPILER:
+            print(f"{WAITED} {seconds:.2f} s", file=sys.stderr, flush=True)
+
+
 def define_flags(values: flags.FlagValues) -> None:
     serve.define_flags(values)
     flags.DEFINE_integer("move_every", 1, "Steps from one move of all rows to the next.", 1, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    with moving(values.move_every):
+    steps = Steps()
+    jax.monitoring.register_event_duration_secs_listener(steps.on_event)
+    with moving(values.move_every, steps):
         serve.main(values)
 
 

@@ -28,7 +28,7 @@ from benchmarks.serve.workload import SIZES
 from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
 from tests.compilation import optimized
-from tests.launch.moving_worker import moving
+from tests.launch.moving_worker import WAITED, moving
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.test_serve_processes import started, streams
 from tests.launch.tiny import write_tiny_checkpoint
@@ -251,13 +251,26 @@ def test_the_benchmark_of_a_server(there: Served, folder: Path, tmp_path: Path) 
 
 
 def test_two_hosts_for_a_moment(folder: Path, engine: Engine, tmp_path: Path) -> None:
-    asked = Asked(engine, PLAIN)
+    """A short form of :func:`test_ten_thousand_requests`, with the programs of a few buckets."""
+    asked = Asked(engine, PLAIN + 4)
+    assert asked.stopped >= 3
     with two_hosts(folder, tmp_path, "--max_programs=3") as hosts:
-        done, cancelled = asyncio.run(soak(hosts.url, asked, 30, seed=1))
+        # The other programs are compiled in the background.
+        wait_for(lambda: hosts.metric("programs_remaining") == 0, 4 * PATIENCE)
+        done, cancelled = asyncio.run(soak(hosts.url, asked, 20, seed=1))
         hosts.settled()
+        before = hosts.resources()
+        counts = asyncio.run(soak(hosts.url, asked, 20, seed=2))
+        hosts.settled()
+        after = hosts.resources()
         hosts.end()
-    assert done + cancelled == 30
-    assert done > 5
+        assert WAITED not in hosts.processes.text("err")[0]
+    assert done + cancelled + sum(counts) == 40
+    assert done + counts[0] > 5
+    assert cancelled + counts[1] > 2
+    for (_, files, threads), (_, files_after, threads_after) in zip(before, after, strict=True):
+        assert files_after <= files + 2, (before, after)
+        assert threads_after <= threads + 2, (before, after)
 
 
 @pytest.mark.slow
