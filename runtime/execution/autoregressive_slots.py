@@ -44,11 +44,11 @@ class AutoregressiveSlots(Slots):
             :func:`runtime.execution.specialization.program_key`.
           width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
-          prompt: number of tokens of the longest prompt.
+          prompt: number of positions of the prefill of all rows; ``width`` if it is larger.
           together: whether one pass prefills all rows of the first insertion, and reads a prompt that adjacent rows
             share only once. All other prompts are read in chunks.
         """
-        self._config, self._prompt = config, min(width, runner.bucket(prompt))
+        self._config, self._prompt = config, min(width, prompt)
         self._chunk = min(width, runner.prompt_chunk)
         self._forward = runner.forward(self._prompt if config.use_cache else width)
         self._draft = runner.draft if config.use_cache and config.draft_tokens else None

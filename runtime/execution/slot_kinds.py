@@ -5,6 +5,7 @@ Dimension letters: B slots, S canvas of a request (its prompt and its new tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -208,10 +209,11 @@ def open_slots(
 def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
     """Return the longest distance from a row's first block to its end, or the longest prompt if autoregressive.
 
-    It is rounded up to a bucket.
+    It is rounded up: to a bucket, or to the step of widths of known rows if autoregressive.
     """
     if isinstance(requests[0].config, SamplingConfig):
-        return runner.bucket(max(len(request.tokens) for request in requests))
+        step = runner.width_step(known=True)
+        return math.ceil(max(len(request.tokens) for request in requests) / step) * step
     return runner.bucket(max(block_span(row, runner.layout.config) + len(row.suffix) for row in requests))
 
 
