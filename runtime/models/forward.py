@@ -122,12 +122,13 @@ class Forward:
 
     def einsum(self, expression: str, left: Array, right: Matrix) -> Array:
         """Multiply activations by a weight; see :func:`runtime.models.quantization.einsum`."""
-        # XLA on CPU transposes a weight with several output dimensions before every product, and converts an int8
-        # weight to a float32 copy. For a few positions, both cost more than the product itself. TPU and GPU do neither.
+        # XLA on CPU transposes a weight with several output dimensions before every product, converts an int8 weight to
+        # a float32 copy, and packs a float32 weight anew. For a few positions, all of this costs more than the product
+        # itself. TPU and GPU do none of it.
         # This is limited to a single device because blocks and merged dimensions must not cross shards.
         alone = self.is_single_cpu
         few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
-        return einsum(expression, left, right, as_matrix=alone, in_blocks=alone and few)
+        return einsum(expression, left, right, as_matrix=alone, few=alone and few)
 
     def on_rows(self, function: Callable[..., Any], *arrays: Any, whole: Sequence[Array] = ()) -> Any:
         """Call ``function`` on each device with the whole rows of the device's ``data`` shard, without communication.

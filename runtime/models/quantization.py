@@ -7,6 +7,7 @@ scales.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.struct
@@ -67,7 +68,7 @@ def int8_values(wide: Any, scales: Any) -> Any:
     return numbers.round(wide * inverse).astype(np.int8)
 
 
-def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = False, in_blocks: bool = False) -> Array:
+def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = False, few: bool = False) -> Array:
     """Multiply activations by a weight, in the activations' dtype.
 
     The last dimensions of the result are those dimensions of the weight that are not contracted, in the weight's order.
@@ -78,15 +79,19 @@ def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = Fal
       right: the weight. Its first or last dimension is contracted; the last if it has more than two dimensions.
       as_matrix: flatten the weight's output dimensions into one, for compilers that would otherwise transpose the
         weight. This is not possible for sharded weights, because several sharded dimensions cannot be merged.
-      in_blocks: convert a quantized weight block by block, for compilers that would otherwise write a copy of the
-        whole weight in the activations' dtype. This also flattens the output dimensions.
+      few: the product is one of a few positions on a single CPU, where the compiler would spend most of the time on
+        rearranging the weight: a quantized weight is converted block by block instead of as a whole, and a float32
+        weight ``[out, in]`` is the product's left operand. This also flattens the output dimensions.
     """
-    if (as_matrix or in_blocks) and len(channels := _channels(right)) > 1:
-        flat = einsum("...d,md->...m", left, _flatten(right), in_blocks=in_blocks)
+    if (as_matrix or few) and len(channels := _channels(right)) > 1:
+        flat = einsum("...d,md->...m", left, _flatten(right), few=few)
         return flat.reshape(*left.shape[:-1], *channels)
     if not isinstance(right, Quantized):
+        rows = math.prod(left.shape[:-1])
+        if few and rows > 1 and left.dtype == right.dtype == jnp.float32 and _sums_last(expression):
+            return _weight_first(left, right)
         return jnp.einsum(expression, left, right, precision=_precision(left))
-    if in_blocks:
+    if few:
         product = _in_blocks(expression, left, right.values)
     else:
         # Partial sums over shards are reduced in the activations' dtype, before scaling, as with unquantized weights.
@@ -116,9 +121,24 @@ def _at_once(expression: str, left: Array, values: Array, dtype: Any = jnp.float
     )
 
 
-def _in_blocks(expression: str, left: Array, values: Array) -> Array:
+def _sums_last(expression: str) -> bool:
+    """Return whether a product sums over the last dimension of its weight."""
     inputs, out = expression.split("->")
-    if inputs.split(",")[1][0] in out:
+    return inputs[-1] not in out
+
+
+def _weight_first(left: Array, weight: Array) -> Array:
+    """Multiply ``[..., D]`` by ``[C, D]`` -> ``[..., C]``, with the weight as the left operand of the matrix product.
+
+    Eigen, which XLA on CPU calls, packs the right operand anew for each product. For a few rows, this takes as long as
+    the product, so the activations are on the right. The barrier keeps XLA from exchanging the operands again.
+    """
+    product = jnp.einsum("md,nd->mn", weight, left.reshape(-1, left.shape[-1]), precision=_precision(left))
+    return jax.lax.optimization_barrier(product).T.reshape(*left.shape[:-1], len(weight))
+
+
+def _in_blocks(expression: str, left: Array, values: Array) -> Array:
+    if _sums_last(expression):
         return _blocks_of_channels(left, values)
     return _blocks_of_sum(left, values)
 
