@@ -10,6 +10,8 @@ Results = Mapping[str, Mapping[str, Any]]
 
 # Two modes count as equally good if the 95 % interval of their paired difference lies above this.
 EQUAL_ABOVE = -0.02
+# Modes that a plot names
+_NAMED = 6
 
 
 def paired_difference(ours: Sequence[int], theirs: Sequence[int]) -> dict[str, Any]:
@@ -83,3 +85,21 @@ def half_the_positions(results: Results, published: str) -> dict[str, Any] | Non
     best = min(equal, key=lambda name: results[name]["positions_per_token"])
     share = results[best]["positions_per_token"] / results[published]["positions_per_token"]
     return {"mode": best, "published": published, "share": round(share, 4), "met": share <= 0.5}
+
+
+def modes_that_matter(results: Results, goals: Mapping[str, str], published: str) -> list[str]:
+    """Return the six modes that a plot names; fewer if fewer ran.
+
+    These are the recommended mode of each goal (exact decoding among them), the published setting, the mode of
+    :func:`half_the_positions`, and of the other modes that no mode beats (:func:`pareto_front`) those that pass most
+    tasks.
+
+    Args:
+      results: figures by mode.
+      goals: the recommended mode of each goal.
+      published: the mode with the published setting.
+    """
+    half = half_the_positions(results, published) or {"mode": None}
+    best_first = sorted(pareto_front(results), key=lambda name: -results[name]["passed"])
+    order = dict.fromkeys((*goals.values(), published, half["mode"], *best_first))
+    return [name for name in order if name is not None and name in results][:_NAMED]

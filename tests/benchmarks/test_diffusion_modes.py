@@ -19,7 +19,13 @@ from benchmarks.demo_quality import share
 from benchmarks.diffusion_modes import speeds
 from benchmarks.fast_dllm_baseline import FastDLLMBaseline
 from benchmarks.loop_times import beside_baseline, median_interval
-from benchmarks.mode_comparison import half_the_positions, paired_difference, pareto_front, recommended
+from benchmarks.mode_comparison import (
+    half_the_positions,
+    modes_that_matter,
+    paired_difference,
+    pareto_front,
+    recommended,
+)
 from benchmarks.mode_plots import draw_modes
 from benchmarks.mode_quality import likelihood, passes
 from benchmarks.mode_tables import goal_lines, modes_table
@@ -32,6 +38,7 @@ from runtime.models.families import parse_config
 from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import project_logits
 from sharding.errors import InputError
+from tests.figures import assert_texts_are_apart, captured
 
 NEW, BLOCK = 16, 8
 
@@ -242,9 +249,52 @@ def test_the_goal_of_half_the_positions_counts_only_modes_of_equal_quality() -> 
     assert "not met" in "\n".join(goal_lines({"results": others, "recommended": {}, "half_the_positions": unknown}))
 
 
-def test_a_picture_has_every_mode(tmp_path: Path) -> None:
-    draw_modes(RESULTS, recommended(RESULTS), "dominated", tmp_path / "modes.png")
-    assert (tmp_path / "modes.png").stat().st_size > 10_000
+def test_six_modes_matter() -> None:
+    goals = recommended(RESULTS)
+    assert modes_that_matter(RESULTS, goals, "dominated") == ["exact", "a", "like b", "dominated", "b"]
+    many = {f"front {number}": row_of(number, 100 + number, 1.0, False) for number in range(1, 9)} | RESULTS
+    found = modes_that_matter(many, goals, "dominated")
+    assert found == ["exact", "a", "like b", "dominated", "b", "front 8"]
+    cheaper = row_of(39.0, 490, 1.0, False)
+    assert modes_that_matter(RESULTS | {"cheaper": cheaper}, goals, "dominated")[4] == "cheaper", "half the positions"
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_names_stand_beside_their_points(is_committed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results, published, six = RESULTS, "dominated", ["exact", "a", "like b", "dominated", "b"]
+    if is_committed:
+        results = json.loads(Path("benchmarks/results/diffusion_modes.json").read_text())["results"]
+        published = PUBLISHED
+        six = [
+            "exact", "dual_8_once_frechet", "fast_dllm", "dual_4_once_at_0.7", "dual_8_schedule",
+            "dual_8_once_entropy_bound",
+        ]  # fmt: skip
+    figures = captured(monkeypatch)
+    draw_modes(results, recommended(results), published, tmp_path / "modes.png")
+    (figure,) = figures
+    (axes,) = figure.axes
+    assert_texts_are_apart(figure, [*axes.get_xticklabels(), *axes.get_yticklabels()])
+    assert not figure.legends
+    assert axes.get_legend() is None
+    points, bars = (
+        {
+            name: axes.transData.transform([(row["positions_per_token"], rate) for rate in rates(row)])
+            for name, row in results.items()
+        }
+        for rates in (lambda row: [row["passed_rate"]] * 2, lambda row: row["passed_rate_95"])
+    )
+    names = {text.get_text().split("\n")[0]: text.get_window_extent() for text in axes.texts}
+    assert sorted(names) == sorted(six)
+    for name, box in names.items():
+        assert min(distance(box, points[other]) for other in results) > 0, "no point is covered"
+        others = [distance(box, bars[other]) for other in six if (bars[other] != bars[name]).any()]
+        assert 0 < distance(box, bars[name]) < min(others), f"{name} does not stand beside its own point"
+
+
+def distance(box: Any, bar: np.ndarray) -> float:
+    """Return the distance between a box and a vertical line."""
+    (x, low), (_, high) = bar
+    return float(np.hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - high, 0, low - box.y1)))
 
 
 def test_the_interval_of_a_median() -> None:

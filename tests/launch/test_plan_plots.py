@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import importlib
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,25 +7,16 @@ from typing import Any
 import pytest
 
 from launch import plan
+from tests.figures import assert_texts_are_apart, captured
 from tests.launch.test_plan import HERE, run
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """Return the figure, after a check that no text overlaps another or leaves the figure."""
-    figure = pytest.importorskip("matplotlib.figure")
-    figures: list[Any] = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: figures.append(self))
+    figures = captured(monkeypatch)
     run(capsys, *arguments, "--plot=plan.png")
     (found,) = figures
-    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(found)
-    canvas.draw()
-    boxes = []
-    for axes in found.axes:
-        texts = list(axes.texts)
-        texts += axes.get_yticklabels() if axes is found.axes[0] else []
-        boxes += [text.get_window_extent() for text in texts if text and text.get_text()]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    assert all(box.x0 >= 0 and box.x1 <= found.bbox.x1 and box.y1 <= found.bbox.y1 for box in boxes)
+    assert_texts_are_apart(found, found.axes[0].get_yticklabels())
     return found
 
 
