@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.plot_labels import Label, place_labels
 from benchmarks.suite.generation import BATCHES
 from benchmarks.suite.passes import GRID
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# Where a line's name may stand, in points from its last point
+_OFFSETS = ((5.0, 0.0), *((5.0, sign * away) for away in (1.0, 6.0, 12.0, 18.0) for sign in (1.0, -1.0)))
 
 # Batches, with the tokens per second of each
 _Line = dict[int, float]
@@ -49,24 +53,26 @@ def plot_batches(record: Mapping[str, Any], path: Path) -> bool:
     ]
     if not panels:
         return False
-    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
-    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw(axes, title, lines)
+    figure = Figure(figsize=(4.6 * len(panels), 3.6), dpi=130, layout="constrained")
     figure.suptitle(f"{record['settings']['model']}: tokens per second by batch size ({record['kind']})", fontsize=11)
+    drawn = list(zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True))
+    for axes, (title, lines) in drawn:
+        _draw(axes, title, lines)
+    for axes, (_, lines) in drawn:
+        labels = [
+            Label(name, (max(line), line[max(line)]), f"C{number}") for number, (name, line) in enumerate(lines.items())
+        ]
+        place_labels(axes, [label for label in labels if label.text], _OFFSETS, 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     return True
 
 
 def _draw(axes: Axes, title: str, lines: Mapping[str, _Line]) -> None:
     batches = sorted({batch for line in lines.values() for batch in line})
-    for number, (name, line) in enumerate(lines.items()):
+    for number, line in enumerate(lines.values()):
         at = sorted(line)
         axes.plot(at, [line[batch] for batch in at], "o-", color=f"C{number}", markersize=4)
-        axes.annotate(
-            name, (at[-1], line[at[-1]]), (5, 0), textcoords="offset points", fontsize=8, color=f"C{number}",
-            verticalalignment="center",
-        )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.minorticks_off()

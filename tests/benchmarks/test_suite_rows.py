@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from runtime.planner.estimate import estimate_workload
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Topology
+from tests.figures import assert_texts_are_apart, captured
 
 TINY = [
     "--random=mid-size", "--layers=2", "--hidden_size=64", "--intermediate_size=128", "--heads=4", "--kv_heads=2",
@@ -234,7 +236,19 @@ def test_copies_between_host_and_device() -> None:
 def test_nothing_is_drawn_of_a_record_without_batches(tmp_path: Path) -> None:
     record = {"kind": "measured", "settings": {"model": "a"}, "results": {"rows": []}}
     assert not plots.plot_batches(record, tmp_path / "a.png")
-    rows = [{"section": row.section, "name": row.name, "facts": row.facts, "not_run": row.not_run} for row in
-            (grid_row(128, 1, 1.0), grid_row(128, 2, 1.5))]  # fmt: skip
+    rows = [asdict(row) for row in (grid_row(128, 1, 1.0), grid_row(128, 2, 1.5))]
     assert plots.plot_batches(record | {"results": {"rows": rows}}, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_names_of_lines_do_not_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = captured(monkeypatch)
+    record = json.loads(Path("benchmarks/results/suite_cpu.json").read_text())
+    assert plots.plot_batches(record, tmp_path / "a.png")
+    # Lines with the same ends
+    rows = [grid_row(canvas, batch, 1.0) for canvas in (128, 256, 512) for batch in (1, 2)]
+    assert plots.plot_batches(record | {"results": {"rows": [asdict(row) for row in rows]}}, tmp_path / "a.png")
+    for figure, lengths in zip(figures, ([128, 256, 512, 1024, 2048], [128, 256, 512]), strict=True):
+        assert_texts_are_apart(figure)
+        names = [text.get_text() for text in figure.axes[-1].texts]
+        assert names == [f"{length} positions" for length in lengths]
