@@ -11,7 +11,7 @@ from absl import flags
 from benchmarks.records import NotRunError, build_record, kind_of_devices, write_record
 from benchmarks.suite.generation import CPU, GENERATIONS
 from benchmarks.suite.parity import layer_parity
-from benchmarks.suite.passes import GRID, best_of_grid
+from benchmarks.suite.passes import BATCHING, judge_batching
 from benchmarks.suite.subject import Subject, model_name, open_engine
 from benchmarks.suite.text import coherence
 from sharding.errors import InputError
@@ -20,7 +20,7 @@ _SECONDS, _SPEED_UP, _SHARE, _PASSED = 10.0, 10.0, 0.95, 0.5
 ITEMS = (
     "loads without error",
     f"one generation under {_SECONDS:.0f} s once compiled",
-    "batching speeds up forward passes of the shortest length",
+    BATCHING,
     f"at least {_SPEED_UP:.0f} times the CPU",
     f"layer parity with PyTorch: more than {_SHARE:.0%} within tolerance",
     f"text is coherent: at least {_PASSED:.0%} of plain functions pass their tests",
@@ -51,11 +51,7 @@ def acceptance(subject: Subject, tolerance: float | None = None) -> list[dict[st
         return row.maximum < 1e3 * _SECONDS, f"{name}: at most {row.maximum / 1e3:.2f} s", {}
 
     def batching() -> tuple[bool, str, dict[str, Any]]:
-        best = best_of_grid(sheet.rows)
-        if not best:
-            raise NotRunError(f"{GRID}: no length was run with a batch of 1 and a larger one")
-        text = "; ".join(f"{length} tokens: {times:.2f} at batch {batch}" for length, (times, batch) in best.items())
-        return best[min(best)][0] > 1.0, f"tokens per second relative to batch 1: {text}", {}
+        return *judge_batching(sheet.rows), {}
 
     def beats_the_cpu() -> tuple[bool, str, dict[str, Any]]:
         name = f"a pass of {GENERATIONS[0][0]}"

@@ -34,6 +34,8 @@ from sharding.topology import CHIPS
 
 FORWARD, GRID, LENGTHS = "forward", "forward over lengths and batches", "sequence lengths"
 STEP, BLOCK_STEP = "denoise step", "block step"
+# Entry of the acceptance list
+BATCHING = "batching speeds up forward passes of every length"
 _STEPS = 8
 # Rows, canvas and block length of block steps with a dual cache
 BLOCK_BATCHES = (1, 16)
@@ -126,6 +128,21 @@ def best_of_grid(rows: Sequence[Measurement]) -> dict[int, tuple[float, int]]:
         if batch > 1:
             best[canvas] = max(best.get(canvas, (0.0, 0)), (row.facts["efficiency"], batch))
     return dict(sorted(best.items()))
+
+
+def judge_batching(rows: Sequence[Measurement]) -> tuple[bool, str]:
+    """Return whether batches speed up the passes of every length of the grid, and the figures as text.
+
+    Raises:
+      NotRunError: no length was run with a batch of 1 and a larger one.
+    """
+    best = best_of_grid(rows)
+    if not best:
+        raise NotRunError(f"{GRID}: no length was run with a batch of 1 and a larger one")
+    # A ratio that is shown as 1.00 is no speed-up.
+    faster = sum(round(times, 2) > 1.0 for times, _ in best.values())
+    each = "; ".join(f"{length} tokens: {times:.2f} at batch {batch}" for length, (times, batch) in best.items())
+    return faster == len(best), f"{faster} of {len(best)} lengths; tokens per second relative to batch 1: {each}"
 
 
 def read_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:

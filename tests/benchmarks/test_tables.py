@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.autoregressive import autoregressive_table
-from benchmarks.suite.passes import GRID, grid_name
+from benchmarks.suite.passes import BATCHING, GRID, grid_name
 from benchmarks.suite.tables import suite_tables
 from benchmarks.summary import measured_table
 from benchmarks.torch_tables import comparison_table
@@ -103,3 +103,27 @@ def test_the_grid_of_a_run_that_was_cut_short_in_it() -> None:
     assert "| 128 | 2 ± 0.1, 1.00, 50% | 2 ± 0.1, 1.00, 50% |" in lines
     assert "| 256 | 2 ± 0.1, 1.00, 50% | not run |" in lines
     assert lines[-1] == "Note: cut short by KeyboardInterrupt."
+
+
+def test_batching_is_judged_by_every_length_in_earlier_records_too() -> None:
+    def row(length: int, batch: int, efficiency: float) -> dict[str, Any]:
+        numbers = {"mean": 2.0, "deviation": 0.1, "minimum": 1.9, "maximum": 2.1, "trials": 2, "not_run": None}
+        facts = {"mfu": 0.5, "efficiency": efficiency}
+        return {"section": GRID, "name": grid_name(length, batch), "unit": "ms", "facts": facts, **numbers}
+
+    item = {"what": "batching speeds up forward passes of the shortest length", "ticked": True, "why": "not run: why"}
+    record = {
+        "kind": "measured",
+        "command": "python -m benchmarks.suite",
+        "settings": {"model": "a", "parameters": 1, "dtype": "float32", "mesh": "data=1"},
+        "versions": {},
+        "machine": {"processor": "Some CPU", "platform": "cpu", "device_kind": "cpu", "device_count": 1, "cores": 2},
+        "results": {"rows": [row(128, 2, 1.5), row(256, 2, 0.9)], "acceptance": [item]},
+        "notes": [],
+    }
+    assert suite_tables(record).splitlines()[-1] == (
+        "- [ ] batching speeds up forward passes of every length: 1 of 2 lengths; tokens per second relative to "
+        "batch 1: 128 tokens: 1.50 at batch 2; 256 tokens: 0.90 at batch 2"
+    )
+    record["results"] = {"rows": [], "acceptance": [item | {"ticked": None}]}
+    assert suite_tables(record).splitlines()[-1] == f"- [ ] {BATCHING}: not run: why"
