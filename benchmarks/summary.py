@@ -78,7 +78,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
         yield "conversion of a 15.2 GB checkpoint", result, "`python -m benchmarks.full_checkpoint --folder=DIR`"
     if (server := read("serve")) is not None and (lone := server["results"].get("lone")):
         each = [row["times_generate"] for row in lone]
-        result = f"{min(each):.2f}x to {max(each):.2f}x the time of `engine.generate`"
+        result = f"{min(each):.2f}x to {max(each):.2f}x the time of `engine.generate` (medians of {len(each)} lengths)"
         yield "a single request to the server", result, "`python -m benchmarks.serve --old=DIR`"
 
 

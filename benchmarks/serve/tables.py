@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.records import note_lines
+from benchmarks.serve.acceptance import acceptance
 
 _SERVERS = {"old": "older server", "new": "server"}
 
@@ -44,7 +45,9 @@ def seconds(milliseconds: float) -> str:
 def acceptance_table(results: dict[str, Any]) -> str:
     """Return the table of expectations."""
     said = {None: "", True: "yes", False: "NO"}
-    rows = [[row["what"], f"{row['value']:g}", row["goal"] or "", said[row["met"]]] for row in results["acceptance"]]
+    # Not those in the record: earlier records lack some of them, or have other words for them.
+    expected = acceptance(results, results["ratios"])
+    rows = [[row["what"], f"{row['value']:g}", row["goal"] or "", said[row["met"]]] for row in expected]
     return table(["expected", "measured", "goal", "met"], rows)
 
 
@@ -146,12 +149,14 @@ def starts_table(results: dict[str, Any]) -> str:
     rows = []
     for name, found in results["starts"]["starts"].items():
         for cache, one in [("cold", found["cold"]), *(("warm", one) for one in found["warm"])]:
+            # Earlier records have the time at which single requests had been answered after a warm start.
+            had_all = one["programs_at_ready"] == one["programs"]
             rows.append(
                 [
                     f"{_SERVERS[name]}, {cache} cache",
                     f"{one['seconds_to_ready']:.1f} s",
                     str(one["programs_at_ready"]),
-                    f"{one['seconds_to_all_programs']:.1f} s",
+                    f"{one['seconds_to_ready' if had_all else 'seconds_to_all_programs']:.1f} s",
                     str(one["programs"]),
                 ]
             )

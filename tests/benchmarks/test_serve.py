@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from absl import flags
 
 from benchmarks.load import Answer, Ask, Client, open_loop, saturate, summary
 from benchmarks.records import Timing
+from benchmarks.serve import sections
 from benchmarks.serve.__main__ import define_flags, main, measure, profile, ratios, read_subject
 from benchmarks.serve.acceptance import acceptance
 from benchmarks.serve.plots import draw
@@ -126,9 +129,10 @@ def results(old: bool) -> dict[str, Any]:
             "seconds_to_all_programs": 10 * seconds, "programs": 24,
         }  # fmt: skip
 
+    warm = start(5.0) | {"programs_at_ready": 24, "programs_remaining_at_ready": 0}
     lone: dict[str, Any] = {
-        "new_tokens": 32, "generate_ms": Timing.of([0.5, 0.5], [0]), "new_ms": Timing.of([0.6, 0.6], [0]),
-        "streamed_ms": Timing.of([0.7, 0.7], [0]),
+        "new_tokens": 32, "generate_ms": Timing.of([0.5] * 3, [0]), "new_ms": Timing.of([0.6, 0.625, 0.6], [0]),
+        "streamed_ms": Timing.of([0.7] * 3, [0]),
         "times_generate": 1.2, "streamed_times_generate": 1.4, "same_text": True,
     }  # fmt: skip
     streamed = {
@@ -139,7 +143,7 @@ def results(old: bool) -> dict[str, Any]:
         "offered_requests_per_second": 0.6, "e2e_ms": times(700.0), "useful_share": 0.83, "refused": 1, "failed": 2,
     }  # fmt: skip
     found: dict[str, Any] = {
-        "starts": {"starts": {"new": {"cold": start(20.0), "warm": [start(5.0)]}}, "lone_from_ready_ms": {"32": [650]}},
+        "starts": {"starts": {"new": {"cold": start(20.0), "warm": [warm]}}, "lone_from_ready_ms": {"32": [650]}},
         "while_compiling": {
             "new_tokens": 32, "requests": 61, "compiling_ms": times(550.0), "widest_ms": times(500.0),
             "compiled_ms": times(240.0),
@@ -188,6 +192,28 @@ def test_what_is_expected_of_a_record() -> None:
     assert acceptance({}, {}) == []
 
 
+def test_a_start_is_read_before_requests_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def server(checkout: Checkout, arguments: Sequence[str]) -> Iterator[Any]:
+        yield SimpleNamespace(address="http://localhost:1")
+
+    def started(found: Any) -> dict[str, Any]:
+        calls.append("started")
+        return {}
+
+    def lone(address: str, ask: Ask) -> Answer:
+        calls.append("lone")
+        return Answer(200, 0.1, 0.2, ask.max_tokens, "x")
+
+    for replacement in (server, started, lone):
+        monkeypatch.setattr(sections, replacement.__name__, replacement)
+    found = sections.measure_starts([Checkout("new", Path(), "python")], {"new": []}, asks_of([3, 4]), 2)
+    assert calls == ["started", *["started", "lone", "lone"] * 2]
+    assert found["lone_from_ready_ms"] == {"3": [200.0] * 2, "4": [200.0] * 2}
+
+
 def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
     sizes = []
     for old in (False, True):
@@ -213,6 +239,8 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
         lines = serve_tables(json.loads(written)).splitlines()
         before = "30 s" if old else ""
         assert lines[2].endswith("the last token / engine.generate | 1.2 | at most 1.3 | yes |")
+        assert "| the slowest of all 3 pairs of a single request and engine.generate | 1.25 |  |  |" in lines
+        assert "| the slowest of all 3 pairs of a streamed request and engine.generate | 1.4 |  |  |" in lines
         assert f"| one request, 32 new tokens | 0.5 s | 0.6 s | 1.20x | 1.40x | 1.30x | {before} | yes |" in lines
         assert "| server, blocks of 1, 16 tokens | 2 | 0.012 s | 0.099 s | 7 |" in lines
         assert "| 30% of 2.00 requests/s | 0.7 s | 1.4 s | 2.1 s | 83% | 3 |" in lines
@@ -222,6 +250,7 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
             for line in lines
         )
         assert "| server, cold cache | 20.0 s | 3 | 200.0 s | 24 |" in lines
+        assert "| server, warm cache | 5.0 s | 24 | 5.0 s | 24 |" in lines, "without the requests of earlier records"
         assert "| while programs are compiled (61 requests), at first in the widest bucket | 0.55 s | 1.65 s |" in lines
         assert ("| ratio | 8.00x | 50.00x lower |  |  |" in lines) == old
         assert lines[-1] == "Note: the machine was busy."
