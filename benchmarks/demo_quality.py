@@ -11,7 +11,7 @@ There are three sets of prompts. Results go to standard output and to benchmarks
   bodies and the agreement with the original are reported as well.
 
 A task is passed (pass@1) when its one completion passes all tests, in a restricted child process.
-checkpoints/demo/README.md has the expected numbers.
+checkpoints/demo/README.md has a table of the record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from benchmarks.records import build_record, define_record_flags, load_notes, write_record
+from benchmarks.records import build_record, define_record_flags, load_notes, note_lines, write_record
 from checkpoints.demo.sandbox import run_tests
 from checkpoints.local_files import read_json_lines
 from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
@@ -39,6 +39,8 @@ from runtime import Completion, DiffusionConfig, Engine
 from runtime.decoding.parameters import MAX_NEW_TOKENS, MAX_STEPS
 from sharding.errors import InputError
 
+# Names of the sets in the table
+_TITLES = {"held_out_tasks": "held-out tasks", "plain_tasks": "plain functions", "library": "standard library"}
 SETS = {"held_out_tasks": "held_out_tasks.jsonl", "plain_tasks": "plain_tasks.jsonl", "library": "held_out.jsonl"}
 BATCH = 64  # prompts per batch; the prompts of a set are ordered by length
 TRIVIAL_BODIES = ("pass", "return", "return None", "...")
@@ -200,6 +202,45 @@ def measure(
         parts.append(f"body lines {result['mean_body_lines']:.2f}; token agreement {result['token_agreement']:.3f};")
     print(*parts, f"{seconds:.0f} s", flush=True)
     return result
+
+
+def demo_quality_table(record: dict[str, Any]) -> str:
+    """Convert a record to a Markdown table with a row per set, and lists of what passes and fails."""
+    results, settings, machine = record["results"], record["settings"], record["machine"]
+    decoding = settings["decoding"]
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        if name not in row:
+            return ""
+        low, high = row[f"{name}_rate_95"]
+        return f"**{row[name]}** ({row[f'{name}_rate']:.1%}; {low:.1%} to {high:.1%})"
+
+    head = f"| set | prompts | pass all tests | parse | finished within {decoding['max_new_tokens']} tokens |"
+    lines = [head, "|---|---:|---:|---:|---:|"]
+    for name, row in results.items():
+        cells = (_TITLES[name], row["prompts"], cell(row, "passed"), cell(row, "parsed"), row["finished"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    for name, row in results.items():
+        if styles := row.get("passed_by_style"):
+            each = (f"{style.replace('_', ' ')} {passed} of {count}" for style, (passed, count) in styles.items())
+            lines += ["", f"By kind of prompt, {_TITLES[name]} passed of all: {', '.join(each)}."]
+        if failures := {why: count for why, count in row.get("outcomes", {}).items() if why != "passed"}:
+            each = (f"{why} {count}" for why, count in failures.items())
+            lines += ["", f"How the other {_TITLES[name]} fail: {', '.join(each)}."]
+    if tested := [row for row in results.values() if "passed" in row]:
+        parsed, count = (sum(row[name] for row in tested) for name in ("parsed", "prompts"))
+        lines += ["", f"Of the {count} completions with tests, {parsed} parse ({parsed / count:.1%})."]
+    if plain := results.get("plain_tasks", {}).get("failed"):
+        lines += ["", f"Plain functions that fail: {', '.join(f'`{name}`' for name in plain)}."]
+    how = (
+        f"{decoding['max_new_tokens']} new tokens in {decoding['steps']} steps, {decoding['algorithm']}, temperature "
+        f"{decoding['temperature']:g}, top_p {decoding['top_p']:g}, top_k {decoding['top_k']}, {settings['dtype']}"
+    )
+    made = (
+        f"{record['kind'].capitalize()}: `{record['command']}`, one completion per prompt, {how}, "
+        f"{machine['device_count']} x {machine['device_kind']} ({machine['processor']}); 95 % intervals by Wilson."
+    )
+    return "\n".join([*lines, "", made, *note_lines(record)])
 
 
 def main(values: flags.FlagValues) -> None:

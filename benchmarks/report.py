@@ -22,6 +22,7 @@ from absl import flags
 
 from benchmarks.attention import attention_table
 from benchmarks.autoregressive import autoregressive_table
+from benchmarks.demo_quality import demo_quality_table
 from benchmarks.drafts import drafts_table
 from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
@@ -56,6 +57,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         comparison_table,
         "a GPU or TPU; models of billions of parameters; PyTorch with torch.compile, with an inference server, or with "
         "another decoding loop than the published one.",
+    ),
+    "demo_quality": (
+        demo_quality_table,
+        "several completions per task; faster decoding modes; prompts unlike those of the generator.",
     ),
     "diffusion_modes": (
         modes_table,

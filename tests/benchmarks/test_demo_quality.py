@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,9 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import demo_quality
-from benchmarks.demo_quality import complete, read_held_out, task_figures, wilson_interval
+from benchmarks.demo_quality import complete, demo_quality_table, read_held_out, task_figures, wilson_interval
+from checkpoints import DEMO, open_folder
+from checkpoints.opening import open_tensors
 from runtime import Completion, DiffusionConfig, Engine
 from sharding.errors import InputError
 
@@ -65,3 +68,33 @@ def test_sets_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
 def test_every_set_is_in_the_folder_of_the_demo() -> None:
     for name in demo_quality.SETS.values():
         assert read_held_out(Path("checkpoints/demo"), name)
+
+
+def test_the_demo_meets_its_goals() -> None:
+    results = json.loads(Path("benchmarks/results/demo_quality.json").read_text())["results"]
+    assert results["held_out_tasks"]["prompts"] >= 500
+    assert results["held_out_tasks"]["passed_rate"] >= 0.6
+    assert results["plain_tasks"]["passed_rate"] >= 0.5
+
+
+def test_the_demo_is_small() -> None:
+    folder = open_folder(DEMO)
+    stored = open_tensors(folder)
+    parameters = sum(math.prod(stored[name].shape) for name in stored.by_name)
+    assert parameters == Engine.load(DEMO, mesh="tensor=1").layout.parameter_count <= 12_000_000
+    assert sum(path.stat().st_size for path in Path(DEMO).iterdir() if path.is_file()) <= 24_000_000
+
+
+def test_cells_of_the_table() -> None:
+    record = json.loads(Path("benchmarks/results/demo_quality.json").read_text())
+    lines = demo_quality_table(record | {"notes": ["the machine was busy"]}).splitlines()
+    assert lines[0] == "| set | prompts | pass all tests | parse | finished within 64 tokens |"
+    assert lines[2] == (
+        "| held-out tasks | 600 | **528** (88.0%; 85.2% to 90.4%) | **579** (96.5%; 94.7% to 97.7%) | 600 |"
+    )
+    assert lines[4] == "| standard library | 200 |  | **89** (44.5%; 37.8% to 51.4%) | 149 |"
+    assert "How the other held-out tasks fail: wrong 41, syntax 21, error 10." in lines
+    assert "Of the 650 completions with tests, 626 parse (96.3%)." in lines
+    assert lines[-1] == "Note: the machine was busy."
+    library = {"library": record["results"]["library"]}
+    assert "completions with tests" not in demo_quality_table(record | {"results": library})
