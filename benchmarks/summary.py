@@ -60,7 +60,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
                 speed = f"{row['tokens_per_second']:.0f} tokens/s ({row['of_exact']:.1f}x), {passed}"
                 yield f"demo, {words}", speed, f"`{_command(modes)}`"
     if (torch := read("compare_torch")) is not None:
-        for kind, words in (("generate", "masked diffusion"), ("autoregressive", "autoregressive, cached decoding")):
+        for kind, words in (("generate", "masked diffusion"), ("autoregressive", "cached decoding")):
             yield from _beside_torch(torch, kind, words)
     if (passes := read("gpu_passes")) is not None:
         each = [f"{row['pass']} {row['new']['timing']['median']:.1f} ms" for row in passes["results"]]
@@ -83,7 +83,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
 
 
 def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, str, str]]:
-    """Yield a row for each model, of its cases on one core.
+    """Yield a row for the cases of all models on one core.
 
     Earlier records, whose PyTorch did not run in the faster of its libraries, are left out.
     """
@@ -91,13 +91,17 @@ def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, 
     for row in record["results"].get(kind, ()):
         if row.get("cores") == 1 and "torch_backend" in row and "out_of_memory" not in row:
             models.setdefault(row["model"], []).append(row)
+    if not models:
+        return
+    speeds = []
     for model, rows in models.items():
         each = [row["times_as_fast"]["median"] for row in rows]
-        same = all(row["share_of_equal_new_tokens"] == 1.0 for row in rows)
-        # Samples of two generators cannot be equal, so greedy generations are compared in their place.
-        equal = f", same {'greedy ' if 'samples' in rows[0] else ''}tokens" if same else ""
-        result = f"{min(each):.1f}x to {max(each):.1f}x as fast{equal}"
-        yield f"{model} model versus PyTorch on one core, {words}", result, f"`{_command(record)}`"
+        speeds.append(f"{model} {min(each):.1f}x to {max(each):.1f}x")
+    rows = [row for own in models.values() for row in own]
+    same = all(row["share_of_equal_new_tokens"] == 1.0 for row in rows)
+    # Samples of two generators cannot be equal, so greedy generations are compared in their place.
+    equal = f"; same {'greedy ' if 'samples' in rows[0] else ''}tokens" if same else ""
+    yield f"speed beside PyTorch on one core, {words}", f"{', '.join(speeds)}{equal}", f"`{_command(record)}`"
 
 
 def _command(record: Record) -> str:
