@@ -99,7 +99,7 @@ def main(values: flags.FlagValues) -> None:
 
     # The tokens, because hosts may have other versions of the tokenizer's library, or render a chat at another time.
     tokens = digest(json.dumps([ids.tolist(), mask.tolist(), suffixes]))
-    start_devices(values, fingerprints(folder, draft) | {"prompts": tokens})
+    start_devices(values, fingerprints(folder, draft) | {"prompts": tokens}, end_within=0)
     samples = values.num_return_sequences
     engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch, draft)
     if values.verbose:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,9 @@ from runtime import (
     SamplingConfig,
     unpadded_rows,
 )
+
+# Title of the progress of a generation.
+_PROGRESS = "compiling and decoding, steps"
 
 
 class CanvasView:
@@ -114,16 +117,19 @@ class CanvasView:
 
 @contextmanager
 def watched(view: CanvasView, titles: Sequence[str]) -> Iterator[tuple[Report, Callable[[int, np.ndarray], None]]]:
-    """Show the canvas on host 0's interactive terminal while the ``with`` block runs.
+    """Show the canvas on host 0's interactive terminal, elsewhere lines of progress, while the ``with`` block runs.
 
     Yields:
       Two functions: one is called with (steps done, all steps), the other with each step and its canvas, int32
       ``[B, S + N]``. All hosts call both, so that all run step by step.
     """
-    with CanvasWatcher(1, titles=titles) as watcher:
+    with CanvasWatcher(1, titles=titles) as watcher, ExitStack() as stack:
+        lines = None if watcher.active else stack.enter_context(progress_bar(_PROGRESS))
 
         def expect(done: int, steps: int) -> None:
             watcher.steps = steps
+            if lines is not None:
+                lines(done, steps)
 
         def show(step: int, canvas: np.ndarray) -> None:
             if watcher.active and is_main_process():
@@ -145,7 +151,7 @@ def observed(
         with watched(view, titles) as (progress, show):
             yield progress, show
     else:
-        with progress_bar("compiling and decoding, steps") as progress:
+        with progress_bar(_PROGRESS) as progress:
             yield progress, None
 
 

@@ -80,7 +80,7 @@ class Host:
                 os.close(pipe)
                 return
             for _ in range((received or b"").count(signal.SIGTERM)):
-                if self._terminated or self._moved == math.inf:
+                if self._terminated or self._moved == math.inf or not self._grace_period:
                     text = "a second SIGTERM" if self._terminated else "SIGTERM before any work was in flight"
                     print(f"stopped at once by {text}", file=sys.stderr, flush=True)
                     os._exit(EXIT_RESTART)
@@ -118,7 +118,10 @@ class Host:
         return any(self.gather("drain", self._terminated))
 
     def end_within(self, seconds: float) -> None:
-        """Limit the seconds that this process may run after SIGTERM, even if something in it hangs."""
+        """Limit the seconds that this process may run after SIGTERM, even if something in it hangs.
+
+        0 means that no work is in flight: SIGTERM stops the process at once.
+        """
         self._grace_period = seconds
         if self._terminated:
             self._end_by = min(self._end_by, time.monotonic() + seconds)

@@ -424,7 +424,7 @@ class Supervisor:
     # ---- signals ----------------------------------------------------------------------------------------------
 
     def _on_terminate(self) -> None:
-        if self._terminated or not self._begun:
+        if self._terminated or not self._begun or self._grace_period == 0:
             text = "a second SIGTERM" if self._terminated else "SIGTERM before any work was in flight"
             self._report(Fault("stopped", f"stopped at once by {text}"))
             return

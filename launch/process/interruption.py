@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART
-from launch.process.startup import Report, this_host
+from launch.process.startup import SECONDS_TO_END, Report, this_host
 from runtime import StopTest
 
 # Seconds after which an interrupted process exits in any case.
@@ -25,6 +25,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 class Interruption:
     """A context manager around a generation that ends its rows on Ctrl-C or SIGTERM.
 
+    Before it, :func:`launch.process.startup.start_devices` is called with ``end_within=0``: there is no text to print.
     Rows end at their next stop test, which runs every few steps. After SIGTERM, they first have some seconds to finish.
     If a step takes too long for that, the tokens of the last stop test are printed and the process exits. This exit and
     Ctrl-C are handled only in the main thread of a run on one host.
@@ -49,6 +50,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._begun = time.monotonic()
+        this_host().end_within(SECONDS_TO_END)
         if threading.current_thread() is threading.main_thread() and this_host().count == 1:
             self._before = signal.signal(signal.SIGINT, self._hear)
             threading.Thread(target=self._watch, name="interruption", daemon=True).start()

@@ -88,6 +88,7 @@ def run_launcher(
       first: the flags that ``--help`` shows, in this order, while ``--helpfull`` shows all. If empty, both show all.
     """
     prepare_streams()
+    ProgressLines.latest = time.monotonic()
     argv = list(sys.argv if argv is None else argv)
     # transformers is used for its tokenizers only: its warning that PyTorch is missing does not matter.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -354,7 +355,7 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
     """
     host = _host
     if not sys.stderr.isatty() or not is_main_process():
-        with _Lines(title, of_bytes) as lines:
+        with ProgressLines(title, of_bytes) as lines:
 
             def report_lines(done: int, total: int) -> None:
                 host.mark()
@@ -374,12 +375,16 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
         yield report
 
 
-class _Lines:
+class ProgressLines:
     """Prints lines of progress at intervals on host 0, for logs that cannot show a bar.
 
     Attributes:
+      latest: when the latest line of any phase was printed; first, when the command began. A phase that follows a short
+        one therefore prints its first line early.
       done, total: the last report.
     """
+
+    latest = time.monotonic()
 
     def __init__(self, title: str, of_bytes: bool) -> None:
         self._title, self._of_bytes = title, of_bytes
@@ -388,15 +393,17 @@ class _Lines:
         self.done = self.total = 0
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._speak, name="progress", daemon=True).start()
+        threading.Thread(target=self.speak, name="progress", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
 
-    def _speak(self) -> None:
-        while not self._over.wait(SECONDS_BETWEEN_LINES):
+    def speak(self) -> None:
+        """Print lines until the phase is over. This runs in a thread."""
+        while not self._over.wait(max(0.0, ProgressLines.latest + SECONDS_BETWEEN_LINES - time.monotonic())):
             say(self._line(max(time.monotonic() - self._start, 1e-9)))
+            ProgressLines.latest = time.monotonic()
 
     def _line(self, seconds: float) -> str:
         done, total = self.done, self.total

@@ -390,21 +390,6 @@ def test_text_so_far_is_printed_as_completions_are(capsys: pytest.CaptureFixture
         assert said == (whole if form == "--nojson" else f"{text}\n")
 
 
-def test_a_pipe_hears_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress is printed even while no step is reported, for example during compilation."""
-    monkeypatch.setattr(startup, "SECONDS_BETWEEN_LINES", 0.02)
-    found = ""
-    with startup.progress_bar("steps") as report:
-        for done, line in ((None, "steps: 0:00:0"), (0, "steps: 0 of 9, "), (3, "steps: 3 of 9, ")):
-            if done is not None:
-                report(done, 9)
-            end = time.monotonic() + 30
-            while line not in found and time.monotonic() < end:
-                found += capsys.readouterr().err
-            assert line in found
-    assert "left" in found
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     generate.run(["generate", "--version"])
     assert capsys.readouterr().out.startswith("diffumesh ")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,15 +61,40 @@ def test_what_hangs_is_ended(work: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "more"),
+    ("command", "more", "said"),
     [
-        ("generate", ["--prompt=x"]),
-        ("batch", ["--input={folder}/in.jsonl", "--output_dir={folder}/out"]),
-        ("serve", ["--port=0", "--grace=0.2"]),
+        # It has no text to print yet.
+        ("generate", ["--prompt=x"], "stopped at once by SIGTERM before any work was in flight"),
+        ("batch", ["--input={folder}/in.jsonl", "--output_dir={folder}/out"], "did not end within 0 s after SIGTERM"),
+        ("serve", ["--port=0", "--grace=0.2"], "did not end within 0 s after SIGTERM"),
     ],
 )
-def test_weights_that_never_load(command: str, more: list[str], tmp_path: Path) -> None:
+def test_weights_that_never_load(command: str, more: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "1", "prompt": "x"}\n')
     common = ["--devices=1", "--max_new_tokens=4", f"--compile_cache={tmp_path / 'compiled'}"]
     arguments = [command, *(one.format(folder=tmp_path) for one in more), *common]
-    assert "did not end within 0 s after SIGTERM" in ended(LOADS.format(command=command, arguments=arguments))
+    assert said in ended(LOADS.format(command=command, arguments=arguments))
+
+
+@pytest.mark.slow
+def test_a_long_generation_prints_what_there_is() -> None:
+    """It would take minutes. Its own limit is 5 seconds; a busy machine may take longer to start and end processes."""
+    command = [sys.executable, "-m", "launch.generate", "--mesh=tensor=1"]
+    command += ["--prompt=def is_even(number):\n", "--max_new_tokens=1900", "--noearly_stop"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = []
+            while not re.search(r"steps: [1-9]\d* of 1900", said[-1] if said else ""):
+                said.append(process.stderr.readline())
+                assert said[-1], "".join(said)
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=60)
+            seconds = time.monotonic() - begun
+        finally:
+            process.kill()
+    assert process.returncode == 42, err
+    assert "stopped by SIGTERM" in err
+    assert out.startswith("def is_even(number):\n")
+    assert seconds < 20
