@@ -25,6 +25,20 @@ from sharding.mesh import MeshSpec
 from tests.compilation import AS_RELEASED
 
 FOLDER = Path(__file__).parent / "golden" / "dream_tiny"
+MESHES = [
+    "data=1",
+    "tensor=2",
+    "tensor=4",
+    "tensor=8",
+    "tensor=16",
+    "sequence=2",
+    "sequence=4",
+    "data=2",
+    "data=2,tensor=2",
+    "data=2,sequence=2",
+    "sequence=2,tensor=4",
+    "data=2,sequence=2,tensor=4",
+]
 
 Case = dict[str, Any]
 

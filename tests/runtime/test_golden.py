@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,11 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, Engine
+from runtime.models.dream import DREAM as DREAM_FAMILY
 from sharding.aot import missing_compiler
 from tests import golden_cases
-from tests.golden_cases import DREAM, FOLDER, Golden
+from tests.golden_cases import DREAM, FOLDER, MESHES, Golden
 
-MESHES = [
-    "data=1",
-    "tensor=2",
-    "tensor=4",
-    "tensor=8",
-    "tensor=16",
-    "sequence=2",
-    "sequence=4",
-    "data=2",
-    "data=2,tensor=2",
-    "data=2,sequence=2",
-    "sequence=2,tensor=4",
-    "data=2,sequence=2,tensor=4",
-]
 # On these meshes, programs are compiled as for users; on the others with little optimization, as in all tests. An
 # empty XLA_FLAGS compiles all programs as for users. On one device, CI compiles the cases of Dream alone as for users;
 # those of the other folders have a second test each, marked slow.
@@ -43,13 +31,16 @@ FAST_DLLM = Golden(FOLDER.parent / "fast_dllm_dream_tiny")
 def pairwise(golden: Golden) -> set[tuple[str, str]]:
     """Return the meshes and names of a folder's cases that run in CI. The whole grid is marked slow.
 
-    Every case runs on one device. Every mesh runs a quarter of Dream's cases, so that all pairs of a mesh and an
-    algorithm are covered, and one case of each other folder.
+    Every case runs on one device. Every mesh runs one case of each algorithm of Dream, another one than the mesh before
+    it, and one case of each other folder.
     """
     cases = names(golden)
     chosen = {(MESHES[0], name) for name in cases}
+    by_algorithm = defaultdict(list)
+    for name in cases if golden.folder == FOLDER else ():
+        by_algorithm[golden.cases[name]["alg"]].append(name)
     for number, mesh in enumerate(MESHES[1:], 1):
-        some = cases[-number % 4 :: 4] if golden.folder == FOLDER else [cases[5 * number % len(cases)]]
+        some = [own[number % len(own)] for own in by_algorithm.values()] or [cases[5 * number % len(cases)]]
         chosen |= {(mesh, name) for name in some}
     return chosen
 
@@ -155,6 +146,13 @@ def check_rows(golden: Golden, name: str, sequences: np.ndarray) -> None:
 @pytest.mark.parametrize(("golden", "mesh", "name", "as_released"), list(grid()))
 def test_sequences_and_history(golden: Golden, mesh: str, name: str, as_released: bool) -> None:
     check_case(golden, mesh, name, as_released)
+
+
+def test_every_mesh_meets_every_algorithm_in_ci() -> None:
+    """``origin`` draws the positions, so no golden case has it: ``test_rows_on_meshes.py`` runs it on every mesh."""
+    fast = [case.values for case in grid() if not case.marks]
+    met = {(mesh, golden.config(name).algorithm) for golden, mesh, name, _ in fast if golden.folder == FOLDER}
+    assert met == set(itertools.product(MESHES, set(DREAM_FAMILY.algorithms) - {"origin"}))
 
 
 @pytest.mark.parametrize(

@@ -7,29 +7,36 @@ import itertools
 import numpy as np
 import pytest
 
-from runtime.models.dream import DREAM
 from tests import golden_cases
+from tests.golden_cases import MESHES
 from tests.runtime.execution.ragged import MASK, MODES, SEEDS, ragged_rows, real, request, run, start_canvas
 from tests.runtime.execution.reference_loop import assert_same_tokens
 
 RANKED = ("maskgit_plus", "topk_margin", "entropy")
 
 
-MESHES = ("tensor=8", "data=2,tensor=2", "sequence=4")
-# Every mesh runs every algorithm.
+SOME_MESHES = ("tensor=8", "data=2,tensor=2", "sequence=4")
+# Every mesh runs `origin`. Golden cases run the other algorithms on every mesh, without sampling.
 IN_CI = {
-    *itertools.product(MESHES, [f"{algorithm}-sampled" for algorithm in DREAM.algorithms]),
+    *((mesh, "origin-sampled" if mesh in SOME_MESHES else "origin-greedy") for mesh in MESHES[1:]),
     *itertools.product(["data=2,tensor=2", "sequence=4"], ["entropy-positions"]),
+    ("tensor=8", "maskgit_plus-sampled"),
+    ("tensor=8", "topk_margin-sampled"),
+    ("data=2,tensor=2", "entropy-sampled"),
 }
+GRID = [
+    pytest.param(*pair, marks=[] if pair in IN_CI else pytest.mark.slow)
+    for pair in itertools.product(MESHES[1:], MODES)
+    if pair in IN_CI or pair[0] in (*SOME_MESHES, "tensor=16", "data=2,sequence=2,tensor=4")
+]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "mode"),
-    [
-        pytest.param(*pair, marks=[] if pair in IN_CI else pytest.mark.slow)
-        for pair in itertools.product([*MESHES, "tensor=16", "data=2,sequence=2,tensor=4"], MODES)
-    ],
-)
+def test_every_mesh_runs_origin_in_ci() -> None:
+    fast = [case.values for case in GRID if not case.marks]
+    assert {mesh for mesh, mode in fast if request(mode).algorithm == "origin"} == set(MESHES[1:])
+
+
+@pytest.mark.parametrize(("mesh", "mode"), GRID)
 def test_seeded_runs_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
     found, expected = run(mesh, mode), run("data=1", mode)
     assert found.seeds == expected.seeds
@@ -45,7 +52,7 @@ def test_seeded_runs_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [*MESHES, "sequence=2,tensor=4"])
+@pytest.mark.parametrize("mesh", [*SOME_MESHES, "sequence=2,tensor=4"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.endswith("greedy")])
 def test_many_seeds_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
     for trial in range(20):
@@ -63,7 +70,7 @@ def test_many_seeds_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
             )
 
 
-@pytest.mark.parametrize("mesh", ["data=1", *MESHES])
+@pytest.mark.parametrize("mesh", ["data=1", *SOME_MESHES])
 @pytest.mark.parametrize("algorithm", RANKED)
 def test_one_hot_ties_go_to_the_lowest_position(mesh: str, algorithm: str) -> None:
     """With one token kept, every position has the same confidence: exactly 1, or an entropy of exactly 0."""
