@@ -54,7 +54,7 @@ def make_folders(folder: Path, names: Sequence[str], *, packages: bool = False) 
 
 def test_editable_install_is_a_path_entry(site: Path) -> None:
     (entry,) = site.glob("*.pth")
-    assert [Path(line) for line in entry.read_text().split()] == [ROOT]
+    assert [Path(line) for line in entry.read_text("utf-8").splitlines()] == [ROOT]
     assert not list(site.glob("*.py")), "an import hook"
 
 
@@ -67,11 +67,11 @@ def test_folders_beside_a_script_are_in_nobodys_way(site: Path, tmp_path: Path) 
         import checkpoints, diffumesh, launch.main, sharding.mesh
         from runtime import Engine
         assert diffumesh.Engine is Engine
-        print(checkpoints.__file__, sharding.mesh.__file__)
+        print(checkpoints.__file__, sharding.mesh.__file__, sep="\n")
         """,
     )
     assert found.stderr == ""
-    assert found.stdout.split() == [str(ROOT / "checkpoints" / "__init__.py"), str(ROOT / "sharding" / "mesh.py")]
+    assert found.stdout.splitlines() == [str(ROOT / "checkpoints" / "__init__.py"), str(ROOT / "sharding" / "mesh.py")]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "runtime"])
@@ -91,8 +91,8 @@ def test_wheel_has_the_packages_and_their_data(tmp_path: Path, monkeypatch: pyte
         scripts = wheel.read(f"diffumesh-{diffumesh.__version__}.dist-info/entry_points.txt").decode()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES, "benchmarks and tests stay outside"
-    tracked = subprocess.run(["git", "ls-files", *PACKAGES], capture_output=True, text=True, check=True).stdout.split()
-    assert {name for name in names if ".dist-info/" not in name} >= set(tracked)
+    tracked = subprocess.run(["git", "ls-files", *PACKAGES], capture_output=True, text=True, check=True).stdout
+    assert {name for name in names if ".dist-info/" not in name} >= set(tracked.splitlines())
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert "launch.main:run" in scripts
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
