@@ -16,6 +16,8 @@ import nbclient
 import pytest
 from absl import flags
 
+from checkpoints.demo.sandbox import run_tests
+from launch import generate
 from launch.docs import api_reference, canvas_picture, folder_tables, hardware_table
 from launch.docs.examples import infilling, openai_client, rl_rollouts
 from launch.main import LAUNCHERS
@@ -173,6 +175,19 @@ def test_the_local_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--- step 0" in printed
     assert "--- step 32" in printed
     assert "def count_vowels" in printed
+
+
+def test_the_first_command_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo's function is correct."""
+    match = COMMAND.search(commands(ROOT / "README.md")[0])
+    assert match
+    assert match[1] == "generate"
+    generate.run(["diffumesh generate", *shlex.split(match[2])])
+    printed = capsys.readouterr().out
+    assert printed.startswith("def is_even(number):\n")
+    expected = {number: number % 2 == 0 for number in range(-3, 9)}
+    assert run_tests(printed, [f"assert is_even({number}) is {even}" for number, even in expected.items()]) == "passed"
+    assert run_tests(printed, ["assert is_even(7)"]) == "wrong"
 
 
 def test_the_python_of_the_readme(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
