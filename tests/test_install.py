@@ -67,7 +67,8 @@ def test_folders_beside_a_script_are_in_nobodys_way(site: Path, tmp_path: Path) 
         import checkpoints, diffumesh, launch.main, sharding.mesh
         from runtime import Engine
         assert diffumesh.Engine is Engine
-        print(checkpoints.__file__, sharding.mesh.__file__, sep="\n")
+        print(checkpoints.__file__)
+        print(sharding.mesh.__file__)
         """,
     )
     assert found.stderr == ""
