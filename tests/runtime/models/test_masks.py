@@ -101,6 +101,28 @@ def random_heads(rows: int, positions: int, head_dim: int) -> tuple[np.ndarray, 
     return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("rows", "heads", "queries", "keys", "block"),
+    [
+        (1, 4, 4096, 4096, None),  # 256 MiB of scores
+        (1, 4, 4096, 4097, 256),
+        (16, 4, 1024, 1024, None),
+        (16, 4, 1025, 1024, 205),  # five nearly equal blocks, not four and one of a single query
+        (64, 28, 256, 256, 256),  # all queries are one block
+        (512, 28, 16, 2048, 16),
+        (1, 28, 32768, 32768, 256),
+    ],
+)
+def test_scores_of_up_to_256_megabytes_are_computed_at_once(
+    platform: str, rows: int, heads: int, queries: int, keys: int, block: int | None
+) -> None:
+    assert (4 * rows * heads * queries * keys <= 256 << 20) == (block is None)
+    assert xla_attention.query_block(platform, rows, heads, queries, keys) == block
+    # The blocks of a row and KV head run one after the other, here with 7 query heads per KV head.
+    assert block is None or 4 * 7 * block * keys <= 256 << 20
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("mask", KINDS, ids=str)
 def test_xla_is_the_reference(mask: AttentionMask, mesh: str) -> None:
