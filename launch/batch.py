@@ -50,8 +50,8 @@ from launch.process.startup import (
 
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
-    "input", "output_dir", "format", "chat", "checkpoint", "mesh", "devices", "slots", "max_new_tokens", "temperature",
-    "seed", "cache", "parallel", "early_stop", "quantize", "verbose",
+    "input", "output_dir", "format", "chat", "checkpoint", "mesh", "devices", "max_new_tokens", "temperature", "seed",
+    "cache", "parallel", "quantize",
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ from runtime import (
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
     "prompt", "prompt_file", "chat", "checkpoint", "mesh", "devices", "max_new_tokens", "num_return_sequences",
-    "temperature", "seed", "cache", "parallel", "watch", "verbose", "json", "explain",
+    "temperature", "seed", "watch", "json", "explain",
 )  # fmt: skip
 
 

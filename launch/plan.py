@@ -38,7 +38,7 @@ MACHINES = (
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
     "model", "checkpoint", "topology", "mesh", "batch", "prompt", "new_tokens", "steps", "cache", "dtype", "quantize",
-    "compile", "price_per_chip_hour", "json", "plot",
+    "compile", "price_per_chip_hour",
 )  # fmt: skip
 
 

@@ -68,8 +68,8 @@ _PROFILE_SECONDS = 120.0
 
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
-    "checkpoint", "mesh", "devices", "host", "port", "api_key_file", "canvas", "slots", "mode", "max_new_tokens",
-    "temperature", "cache", "parallel", "early_stop", "quantize",
+    "checkpoint", "mesh", "host", "port", "api_key_file", "canvas", "slots", "mode", "max_new_tokens", "temperature",
+    "cache", "parallel", "quantize",
 )  # fmt: skip
 
 

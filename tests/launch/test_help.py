@@ -11,7 +11,7 @@ from absl import flags
 
 from launch.main import LAUNCHERS
 
-MOST_FLAGS = 16
+MOST_FLAGS = 13
 # absl's own, which it adds to the help of all flags.
 _SPECIAL = {"flagfile", "undefok"}
 
