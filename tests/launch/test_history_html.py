@@ -218,12 +218,44 @@ class TestBrowser:
             api.sync_playwright() as driver,
             driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
         ):
+            colours = {}
             for width in (360, 1280):
                 for scheme in ("light", "dark"):
                     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
                     page.goto(f"{path.as_uri()}#step=2")
                     assert page.evaluate("document.documentElement.scrollWidth") <= width
-                    assert page.screenshot(path=tmp_path / f"{width}_{scheme}.png")
+                    style = "getComputedStyle(document.body)"
+                    colours[scheme] = page.evaluate(f"[{style}.backgroundColor, {style}.color]")
+            assert colours == {
+                "light": ["rgb(251, 251, 250)", "rgb(23, 24, 28)"],
+                "dark": ["rgb(18, 19, 23)", "rgb(242, 242, 239)"],
+            }
+
+    def test_all_masks_have_the_width_of_three_digits(self, tmp_path):
+        """Widths do not reveal the words behind masks; tokens have the same monospaced font."""
+        path = tmp_path / "page.html"
+        write_history_html(path, [small_row()], title="A page", settings={})
+        api = pytest.importorskip("playwright.sync_api")
+        with (
+            api.sync_playwright() as driver,
+            driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+        ):
+            page = browser.new_page()
+            page.goto(f"{path.as_uri()}#step=0")
+            found = page.eval_on_selector_all(".masked", "all => all.map(one => one.getBoundingClientRect().width)")
+            widths = [width for width in found if width]  # those of folded end tokens are 0
+            assert len(widths) >= 5
+            digit = page.evaluate(
+                """() => {
+                  const line = document.createElement("span");
+                  line.textContent = "0".repeat(30);
+                  document.querySelector("pre").append(line);
+                  return line.getBoundingClientRect().width / 30;
+                }"""
+            )
+            assert set(map(round, widths)) == {round(3 * digit)}
+            families = page.eval_on_selector_all(".token", "all => all.map(one => getComputedStyle(one).fontFamily)")
+            assert all(family.endswith("monospace") for family in families)
 
     def test_a_hostile_prompt_stays_text(self, tmp_path):
         path = tmp_path / "page.html"
