@@ -153,9 +153,11 @@ def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -
         assert not re.search(rf"\[(\d+,)*{vocab}(,\d+)*\]", text), "gathered vocabulary"
     sizes, spec = layout.mesh_axis_sizes, layout.spec
     gathered: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+    scattered: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
     for one in read_collectives(text):
-        if one.kind == "all-gather":
-            gathered[one.axes(sizes)].append((one.payload, one.repeats))
+        if one.kind in ("all-gather", "reduce-scatter"):
+            found = gathered if one.kind == "all-gather" else scattered
+            found[one.axes(sizes)].append((one.payload, one.repeats))
     # Only keys and values of whole rows are gathered over sequence, never the cache.
     rows = (B if kind in ("decode", "prefill") else spec.data) // spec.data
     limit = rows * T * layout.config.num_kv_heads // layout.heads.kv * layout.config.head_dim * 2
@@ -163,11 +165,12 @@ def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -
     assert all(size <= limit for size, _ in over_sequence)
     assert not over_sequence or spec.sequence > 1
     # A prefill that shards the residual over the tensor axis gathers it before attention and the MLP of each layer, and
-    # after the final norm. It gathers nothing else over that axis, and other programs gather nothing.
+    # after the final norm; it scatters the sums before. It moves nothing else over that axis, and other programs gather
+    # and scatter nothing.
     positions, layers = T // 2 // spec.sequence, layout.config.num_layers
     expected = {}
     if kind == "prefill" and residual_over_tensor(layout, layout.mesh.devices, B, T // 2):
         residual = rows * positions * layout.config.hidden_size * 2
         expected = {("kv",): [(residual, layers), (residual, layers), (residual, 1)]}
         assert len([size for size, repeats in over_sequence if repeats == layers]) == 2
-    assert gathered == expected
+    assert gathered == scattered == expected

@@ -146,6 +146,25 @@ def in_layers(program: Program) -> list[tuple[str, tuple[str, ...]]]:
     return sorted((one.kind, one.axes(program.layout.mesh_axis_sizes)) for one in found if one.repeats == 28)
 
 
+def products_beside_transfers(program: Program) -> list[str]:
+    """Scope of the product in each loop of a layer that computes while a part of its operand or result is in flight.
+
+    Instructions are in the order in which they run.
+    """
+    found = []
+    for computation in re.split(r"\n(?=\S)", "\n".join(program.lines)):
+        in_flight, scopes = 0, set()
+        for line in computation.splitlines():
+            in_flight += (" collective-permute-start(" in line) - (" collective-permute-done(" in line)
+            product = re.search(
+                r'(?:kind=kOutput| convolution\(| dot\().*op_name="[^"]*/layer/([^"]*)/dot_general', line
+            )
+            if in_flight and product:
+                scopes.add(product[1])
+        found += sorted(scopes)
+    return sorted(found)
+
+
 @pytest.mark.parametrize("case", TENSOR + MIXED, ids="/".join)
 def test_norms_run_on_a_part_of_the_positions(case: tuple[str, str, str]) -> None:
     """With the residual sharded over the tensor axis, sums are reduce-scatters, and the next product all-gathers."""
@@ -157,6 +176,14 @@ def test_norms_run_on_a_part_of_the_positions(case: tuple[str, str, str]) -> Non
     moved = [("all-gather", tensor)] * 2 + [("reduce-scatter", tensor)] * 2
     over_sequence = [("all-gather", ("sequence",))] * 2 if spec.sequence > 1 else []
     assert in_layers(program) == sorted(moved + over_sequence)
+
+
+def test_collectives_of_the_mlp_run_beside_its_products() -> None:
+    """On v5e, the gather before gate and up and the scatter after down are done in parts; attention's are exposed."""
+    program = compiled(*TENSOR[0])
+    exposed = [scope for kind, _, scope in program.operations(("all-gather", "reduce-scatter")) if "/mlp/" in scope]
+    assert not exposed
+    assert products_beside_transfers(program) == ["mlp/bsd,fd->bsf", "mlp/bsd,fd->bsf", "mlp/bsf,fd->bsd"]
 
 
 @pytest.mark.parametrize("case", SEQUENCE, ids="/".join)
