@@ -65,7 +65,8 @@ def convert(
       output: where to write; all processes must see it.
       tensors: the tensors to convert; by default those of the folder.
       dtype: ``bfloat16``, ``float32`` or ``float16``; None keeps the stored one.
-      quantize: ``int8`` stores matrices as integers with a scale per output channel; this cannot be undone.
+      quantize: ``int8`` stores matrices as integers with a scale per output channel, ``int4`` with one per group of
+        weights; this cannot be undone.
       progress: called with (bytes done, bytes to do).
       processes: the processes that convert together; by default only this one.
 
@@ -153,7 +154,7 @@ class _Conversion:
         for leaf in self.target.stored_leaves:
             for name in leaf.sources:
                 tensor = found[name]
-                grid = chunk_grid(leaf, self.target.config.dimensions, 4)
+                grid = chunk_grid(leaf, 4)
                 entries[name] = TensorEntry(tensor.shape, self.dtype or tensor.dtype, grid, ())
         return Sources(found, entries, self.source.place, wrong, scales)
 

@@ -24,9 +24,10 @@ from checkpoints.folder import CheckpointFolder
 from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.opening import open_tensors
 from checkpoints.source import DTYPES, Index, Limit, StoredTensor, StoredTensors, read_ahead
-from runtime.models.declarations import ModelLayout, WeightLeaf
+from runtime.models.declarations import ModelLayout
 from runtime.models.families import parse_config
-from runtime.models.quantization import QUANTIZATIONS, Quantized
+from runtime.models.leaves import WeightLeaf
+from runtime.models.quantization import QUANTIZATIONS
 
 # An object store takes a while to answer a read, so a host reads this many tensors from it at a time, as long as they
 # take no more than this many bytes.
@@ -51,7 +52,7 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
       MismatchedCheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors.
     """
     expected = {source: leaf.source_shape for leaf in leaves for source in leaf.sources}
-    quantized = {source for leaf in leaves if leaf.quantized for source in leaf.sources}
+    integers = {source: leaf.integers for leaf in leaves if leaf.quantized for source in leaf.sources}
     problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found.by_name]
     unused = {_HEAD} if parse_config(folder.config).tied_embeddings else set()
     unknown = found.by_name.keys() - expected.keys() - unused
@@ -61,7 +62,7 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
             problems.append(f"duplicate: {name:.200} is in {len(copies)} files")
         if name in expected and copies[0].shape != expected[name]:
             problems.append(f"shape: {name} is {list(copies[0].shape)}; config.json says {list(expected[name])}")
-        supported = ("int8",) if name in quantized else DTYPES
+        supported = (integers[name],) if name in integers else DTYPES
         if copies[0].dtype not in supported:
             problems.append(f"dtype: {name:.200} is {copies[0].dtype}; supported: {', '.join(supported)}")
     absent = sorted(found.claims - found.by_name.keys() - expected.keys())
@@ -129,16 +130,15 @@ def _runs(leaf: WeightLeaf, sizes: dict[str, int], kept: Mapping[str, tuple[int,
     return found
 
 
-def _read_part(leaf: WeightLeaf, layout: ModelLayout, tensor: StoredTensor, index: Index) -> np.ndarray:
+def _read_part(leaf: WeightLeaf, tensor: StoredTensor, index: Index) -> np.ndarray:
     """Read a part of a source tensor; unmerge its dimensions and fill padding with zeros.
 
     Args:
       leaf: the weight that the tensor belongs to.
-      layout: the model on its mesh.
       tensor: the source tensor.
       index: the part, over the axes of :func:`_source_order`.
     """
-    sizes, axes = layout.config.dimensions, _source_order(leaf)
+    sizes, axes = leaf.sizes, _source_order(leaf)
     ranges = {
         axis: part.indices(size)[:2] for axis, part, size in zip(axes, index, _padded_sizes(leaf, axes), strict=True)
     }
@@ -200,7 +200,7 @@ def _read_parts(layout: ModelLayout, leaf: WeightLeaf, tensor: StoredTensor, dty
         assert index is not None, "a device of this host holds a part of every weight"
         key = _key(index, shape)
         if key not in parts:
-            parts[key] = _read_part(leaf, layout, tensor, index).astype(dtype, copy=False)
+            parts[key] = _read_part(leaf, tensor, index).astype(dtype, copy=False)
     return parts
 
 
@@ -250,19 +250,18 @@ def _layers(
 ) -> Iterator[Any]:
     """Yield the layers of a leaf on the mesh: as they are stored, or quantized on the devices."""
     puts = [_to_devices(layout, part, dtype) for part, dtype in parts]
-    quantize = layout.quantizer(leaf, layered=False)
+    finish = layout.quantizer(leaf, layered=False) if len(parts) == 1 else layout.unpacker(leaf)
     while True:
-        arrays = [put(next(reading)) for put in puts]
-        yield Quantized(*arrays) if len(arrays) == 2 else quantize(arrays[0])
+        yield finish(*[put(next(reading)) for put in puts])
 
 
 def _parts(leaf: WeightLeaf, stored: str, dtype: Any) -> list[tuple[WeightLeaf, Any]]:
     """Return the leaves that a layer of a leaf is read from, with their dtypes on the devices.
 
-    They are the leaf itself and, if the checkpoint is quantized (``stored``), the leaf of its scales.
+    They are the leaf itself or, if the checkpoint is quantized (``stored``), its integers and its scales.
     """
     if stored != "none" and leaf.quantized:
-        return [(leaf, jnp.dtype(jnp.int8)), (leaf.scales, jnp.dtype(jnp.float32))]
+        return [(part, jnp.dtype(part.integers or jnp.float32)) for part in leaf.stored]
     return [(leaf, dtype)]
 
 

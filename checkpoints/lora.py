@@ -31,7 +31,8 @@ from checkpoints.folder import CheckpointFolder
 from checkpoints.huggingface import open_file
 from checkpoints.source import DTYPES, BytesRead, Index, StoredTensor, StoredTensors
 from runtime.models.config import Family
-from runtime.models.declarations import ModelLayout, WeightLeaf
+from runtime.models.declarations import ModelLayout
+from runtime.models.leaves import WeightLeaf
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -22,7 +22,8 @@ import xxhash
 from checkpoints.errors import CorruptCheckpointError, MismatchedCheckpointError
 from checkpoints.local_files import parse_json_object
 from checkpoints.source import STORED_DTYPES, Index, StoredTensor
-from runtime.models.declarations import ModelLayout, WeightLeaf
+from runtime.models.declarations import ModelLayout
+from runtime.models.leaves import WeightLeaf
 
 MANIFEST_FILE = "diffumesh.manifest.json"
 _FORMAT = "diffumesh checkpoint manifest"
@@ -123,7 +124,7 @@ def chunk_shape(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...
     return tuple(-(-size // parts) for size, parts in zip(shape, grid, strict=True))
 
 
-def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[int, ...]:
+def chunk_grid(leaf: WeightLeaf, itemsize: int) -> tuple[int, ...]:
     """Choose the grid of a source tensor: one part per head, and powers of two for other sharded dimensions.
 
     A dimension that powers of two hardly divide, such as a vocabulary of 50257, is cut into 64 parts, of which the last
@@ -132,7 +133,6 @@ def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[
 
     Args:
       leaf: the weight that the tensor belongs to.
-      sizes: unpadded sizes of logical axes.
       itemsize: bytes per element.
     """
     total = math.prod(leaf.source_shape) * itemsize
@@ -140,7 +140,7 @@ def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[
     grid = []
     for merge, size in zip(leaf.source_axes, leaf.source_shape, strict=True):
         if any(axis in _HEAD_AXES for axis in merge):
-            wanted = math.prod(sizes[axis] for axis in merge if axis != "head_dim")
+            wanted = math.prod(leaf.sizes[axis] for axis in merge if axis != "head_dim")
         elif merge[0] in ("mlp", "vocab"):
             common = math.gcd(size, _MAX_PARTS)
             wanted = _MAX_PARTS if common < _MIN_COMMON_PARTS <= _MAX_PARTS <= size else common
@@ -319,5 +319,4 @@ def _parse_entry(raw: dict[str, Any]) -> TensorEntry:
 
 def grids(layout: ModelLayout, itemsize: int) -> dict[str, tuple[int, ...]]:
     """Choose the grids of all tensors of a model, by source name."""
-    sizes = layout.config.dimensions
-    return {source: chunk_grid(leaf, sizes, itemsize) for leaf in layout.stored_leaves for source in leaf.sources}
+    return {source: chunk_grid(leaf, itemsize) for leaf in layout.stored_leaves for source in leaf.sources}

@@ -20,9 +20,9 @@ T = TypeVar("T")
 # Small enough that the allocator reuses the memory of one part for the next.
 PART_BYTES = 32 << 20
 
-# Dtypes that weights may have, and those that weights and quantized weights may have.
+# Dtypes that weights may have, and those that weights and quantized weights may have. Bytes hold int4 in pairs.
 DTYPES = ("bfloat16", "float32", "float16")
-STORED_DTYPES = (*DTYPES, "int8")
+STORED_DTYPES = (*DTYPES, "int8", "uint8")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from launch.folders.models import open_model
 from launch.folders.pickles import define_config_flag, inspect_pickle
 from launch.process.real_flags import define_real
 from launch.process.startup import run_launcher
-from runtime import InputError
+from runtime import STORED_DTYPES, InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -54,7 +54,8 @@ def main(values: flags.FlagValues) -> None:
         [(tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for tensor in tensors],
         "none; diffumesh verify --write_manifest adds them" if manifest is None else "of every chunk",
     )
-    print_meshes(layout, {tensor.dtype for tensor in tensors if tensor.dtype != "int8"}, values.device_memory)
+    dtypes = {tensor.dtype for tensor in tensors if tensor.dtype in STORED_DTYPES}
+    print_meshes(layout, dtypes, values.device_memory)
     if values.tensors:
         print_names([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
 

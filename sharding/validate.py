@@ -60,8 +60,17 @@ def working_tensor_sizes(shapes: Sequence[NamedShape], limit: int, num_heads: in
     ]
 
 
-def check_mesh(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num_kv_heads: int) -> None:
+def check_mesh(
+    shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num_kv_heads: int, otherwise: str = ""
+) -> None:
     """Check that every tensor can be divided over the mesh.
+
+    Args:
+      shapes: the tensors.
+      spec: sizes of the mesh axes.
+      num_heads: number of query heads.
+      num_kv_heads: number of KV heads.
+      otherwise: the end of the message, for what helps besides another mesh.
 
     Raises:
       MeshError: a dimension is not divisible. The message names the tensor, the dimension, its size and the mesh axis,
@@ -73,5 +82,6 @@ def check_mesh(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num
     working = working_tensor_sizes(shapes, spec.tensor, num_heads, num_kv_heads)
     suggestion = replace(spec, tensor=working[-1])
     raise MeshError(
-        f"the model cannot be divided over mesh {spec}: {'; '.join(problems)}. A mesh that works: {suggestion}"
+        f"the model cannot be divided over mesh {spec}: {'; '.join(problems)}. "
+        f"A mesh that works: {suggestion}{otherwise}"
     )

@@ -19,8 +19,8 @@ from benchmarks.torch_models import import_torch, torch_model
 from runtime.engine import Engine
 from runtime.execution.programs import put
 from runtime.models.attention import choose_attention
-from runtime.models.declarations import WeightLeaf
 from runtime.models.forward import Forward
+from runtime.models.leaves import WeightLeaf
 from runtime.models.transformer import run_layer
 
 _POSITIONS = 64

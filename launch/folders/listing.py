@@ -30,7 +30,7 @@ def print_tensors(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], dige
 def print_meshes(layout: ModelLayout, dtypes: set[str], gigabytes: float | None) -> None:
     """Print the sizes of the tensor axis that the model can be sharded over, with the weights per device in GB."""
     print("meshes        possible sizes of the tensor axis, and GB of stored weights per device:")
-    for size in tensor_sizes(layout.config, layout.weights_class, _LARGEST_MESH):
+    for size in tensor_sizes(layout.config, layout.weights_class, _LARGEST_MESH, layout.quantization):
         print(f"              {_mesh_line(layout, size, max(dtypes), gigabytes)}")
 
 

@@ -21,7 +21,7 @@ class DraftModel:
 
     Attributes:
       config: its configuration.
-      quantization: quantization of its weights, ``none`` or ``int8``.
+      quantization: quantization of its weights: ``none``, ``int8`` or ``int4``.
     """
 
     config: ModelConfig

@@ -11,6 +11,7 @@ Dimension letters, all per device: B rows, S positions, T keys, P positions of o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from runtime.models.costs import LiveArrays
-from runtime.models.declarations import ModelLayout
+from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.kv_cache import cache_bytes_per_device
+from runtime.models.products import scales_sums
 from runtime.models.splash_blocks import splash_running_sums
 from runtime.models.xla_attention import query_block
 
@@ -151,7 +153,11 @@ def memory_of_passes(
     # The canvas, the drafts and the commit steps, all of them both as input and as output.
     resident.append(Tensor("tokens", 2 * (2 * rows + drafts) * canvas * 4, "fewer rows"))
     item = jnp.dtype(dtype).itemsize
-    stages = [stage(layout, item, device, one) for one in shapes for stage in (_layer, _head)]
+    stages = [
+        (*stage(layout, item, device, one), *_scaled_weights(layout, item, device, one, stage is _layer))
+        for one in shapes
+        for stage in (_layer, _head)
+    ]
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
 
 
@@ -202,6 +208,32 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         if _bytes(attention[1:]) > _bytes(arrays):
             arrays = attention
     return _outside_fast_memory(arrays, device)
+
+
+def _scaled_weights(
+    layout: ModelLayout, item: int, device: Device, shape: PassShape, in_layer: bool
+) -> tuple[Tensor, ...]:
+    """Return what a pass with many rows holds of int4 weights in the activations' dtype.
+
+    These are the scales of all layers, which compilers convert before their loops, and, off TPU, two scaled matrices of
+    a layer (gate and up).
+    """
+    rows, on_tpu = shape.computed * shape.positions, device.platform == "tpu"
+    scales, matrices = 0, [0]
+    for leaf in layout.leaves:
+        if leaf.group is None:
+            continue
+        sizes = dict(zip(leaf.scale_axes, shard_shape(leaf.scales, layout), strict=True))
+        groups = math.prod(sizes[axis] for axis in leaf.contracted)
+        if not scales_sums(rows, groups, leaf.group, on_tpu):
+            scales += math.prod(sizes.values()) * item
+            matrices.append(math.prod(shard_shape(leaf, layout)) // max(1, len(leaf.layers) * leaf.is_stacked) * item)
+    if not scales:
+        return ()
+    found = [Tensor("scales of int4 weights", scales, "a larger tensor axis")]
+    if in_layer and not on_tpu:
+        found.append(Tensor("scaled int4 weights", 2 * max(matrices), "a larger tensor axis"))
+    return tuple(found)
 
 
 def _attention_operands(layout: ModelLayout, item: int, shape: PassShape) -> list[_Arrays]:

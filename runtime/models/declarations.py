@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runtime.models.config import ModelConfig
 from runtime.models.costs import LayerCost
-from runtime.models.quantization import QUANTIZATIONS, Quantized, quantize
+from runtime.models.leaves import WeightLeaf, int4_group
+from runtime.models.quantization import QUANTIZATIONS, Quantized, quantize, unpack_int4
 from sharding.errors import InputError
 from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
@@ -81,72 +82,6 @@ def scans_layers(platform: str) -> bool:
     return platform == "tpu"
 
 
-@dataclass(frozen=True)
-class WeightLeaf:
-    """One leaf of the weights pytree: a declaration together with its sizes in a layout.
-
-    Attributes:
-      name: dotted path, such as ``layers.q_proj`` for stacked layers or ``layers.3.q_proj`` for a single layer.
-      number: index of the declaration, counted from 0; the same for all layers.
-      layers: numbers of the layers that the leaf holds; empty for a weight outside the layers.
-      axes: logical axes; the first is ``layers`` if the leaf is stacked.
-      shape: unpadded shape.
-      padded_shape: shape on the devices.
-      sources: names of the source tensors: one per layer if the leaf is stacked, otherwise one.
-      source_shape: shape of each source tensor.
-      source_axes, initializer, contracted: see :class:`WeightDeclaration`.
-      quantized: whether the devices hold the leaf as int8 values and scales.
-    """
-
-    name: str
-    number: int
-    layers: tuple[int, ...]
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    padded_shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    source_axes: tuple[tuple[str, ...], ...]
-    source_shape: tuple[int, ...]
-    initializer: str
-    contracted: tuple[str, ...]
-    quantized: bool
-
-    @property
-    def scale_axes(self) -> tuple[str, ...]:
-        """Axes of the scales of a quantized weight: those of its output channels."""
-        return tuple(axis for axis in self.axes if axis not in self.contracted)
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the leaf holds stacked layers, with ``layers`` as its leading axis."""
-        return self.axes[0] == "layers"
-
-    @property
-    def contracted_dimensions(self) -> tuple[int, ...]:
-        """Dimensions of the source tensor that a matrix product with the weight sums over."""
-        return tuple(place for place, merge in enumerate(self.source_axes) if merge[0] in self.contracted)
-
-    @property
-    def scales(self) -> WeightLeaf:
-        """The scales of a quantized weight, described as a separate leaf with one source per source of the weight."""
-        kept = [place for place in range(len(self.source_axes)) if place not in self.contracted_dimensions]
-        sizes = {axis: pair for axis, *pair in zip(self.axes, self.shape, self.padded_shape, strict=True)}
-        return WeightLeaf(
-            name=f"{self.name}.scales",
-            number=self.number,
-            layers=self.layers,
-            axes=self.scale_axes,
-            shape=tuple(sizes[axis][0] for axis in self.scale_axes),
-            padded_shape=tuple(sizes[axis][1] for axis in self.scale_axes),
-            sources=tuple(f"{source}.scales" for source in self.sources),
-            source_axes=tuple(self.source_axes[place] for place in kept),
-            source_shape=tuple(self.source_shape[place] for place in kept),
-            initializer="ones",
-            contracted=(),
-            quantized=False,
-        )
-
-
 def _fields(weights_class: type) -> Iterator[tuple[str, WeightDeclaration, str]]:
     """Yield every weight's name, its declaration, and the name of the layers field that it is in (empty if none)."""
     for field in dataclasses.fields(weights_class):
@@ -168,7 +103,7 @@ class ModelLayout:
       heads: how attention heads are divided over the tensor axis.
       rules: maps logical axes to mesh axes.
       mesh: the mesh; None for a layout that is used only for counts and tables, and never compiled.
-      quantization: ``none`` or ``int8``.
+      quantization: ``none``, ``int8`` or ``int4``; see :func:`integers_of`.
       scan_layers: whether layers are stacked on a leading axis and scanned, instead of a tuple that programs loop over.
     """
 
@@ -198,17 +133,22 @@ class ModelLayout:
           weights_class: the dataclass that declares its weights.
           spec: sizes of the mesh axes; a single device by default. ``data`` or ``sequence`` may be -1 until :meth:`on`.
           devices: devices of the mesh, attached or of an AOT topology; None for a layout of counts and tables only.
-          quantization: ``none``, or ``int8`` to keep matrices as :class:`runtime.models.quantization.Quantized`.
+          quantization: ``none``, or ``int8`` or ``int4`` to keep matrices as
+            :class:`runtime.models.quantization.Quantized`.
           scan_layers: whether to stack and scan layers; by default, :func:`scans_layers` decides if there are devices.
 
         Raises:
           InputError: the quantization is unknown.
-          MeshError: see :func:`sharding.validate.check_mesh` and :func:`sharding.mesh.build_mesh`.
+          MeshError: see :func:`sharding.validate.check_mesh` and :func:`sharding.mesh.build_mesh`; or int4 weights that
+            share a scale would be on several devices.
         """
         if quantization not in QUANTIZATIONS:
             raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         resolved = spec or MeshSpec()
         check_mesh(named_shapes(config, weights_class), resolved, config.num_heads, config.num_kv_heads)
+        if quantization == "int4":
+            shapes = named_shapes(config, weights_class, quantization)
+            check_mesh(shapes, resolved, config.num_heads, config.num_kv_heads, "; int8 works on this mesh too")
         heads = HeadLayout.for_tensor(config.num_heads, config.num_kv_heads, resolved.tensor)
         rules = PartitionRules.for_heads(heads)
         layout = cls(config, weights_class, resolved, heads, rules, None, quantization, scan_layers is not False)
@@ -297,13 +237,13 @@ class ModelLayout:
             source_shape=tuple(math.prod(sizes[axis] for axis in merge) for merge in declaration.source_axes),
             initializer=declaration.initializer,
             contracted=declaration.contracted,
-            quantized=self.quantization != "none" and bool(declaration.contracted),
+            integers=integers_of(self.quantization, declaration, sizes),
         )
 
     @property
     def stored_leaves(self) -> list[WeightLeaf]:
         """All leaves that a checkpoint of this quantization stores. Scales are stored as separate leaves."""
-        return [part for leaf in self.leaves for part in ([leaf, leaf.scales] if leaf.quantized else [leaf])]
+        return [part for leaf in self.leaves for part in leaf.stored]
 
     def sharding(self, *dimensions: str | tuple[str, ...] | None) -> NamedSharding:
         """Return the sharding of an array with these logical dimensions on the layout's mesh."""
@@ -356,17 +296,14 @@ class ModelLayout:
     def abstract_weights(self, dtype: Any) -> Any:
         """Return the weights pytree as ``ShapeDtypeStruct``, with shardings if the layout has a mesh."""
 
-        def struct(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(*axes) if self.mesh is not None else None)
+        def struct(leaf: WeightLeaf, dtype: Any) -> jax.ShapeDtypeStruct:
+            sharding = self.sharding(*leaf.axes) if self.mesh is not None else None
+            return jax.ShapeDtypeStruct(leaf.padded_shape, dtype, sharding=sharding)
 
         def make(leaf: WeightLeaf) -> Any:
             if not leaf.quantized:
-                return struct(leaf.axes, leaf.padded_shape, dtype)
-            sizes = dict(zip(leaf.axes, leaf.padded_shape, strict=True))
-            scales = tuple(sizes[axis] for axis in leaf.scale_axes)
-            return Quantized(
-                struct(leaf.axes, leaf.padded_shape, jnp.int8), struct(leaf.scale_axes, scales, jnp.float32)
-            )
+                return struct(leaf, dtype)
+            return Quantized(struct(leaf, self._held(leaf)), struct(leaf.scales, jnp.float32))
 
         return self.build(make)
 
@@ -379,10 +316,29 @@ class ModelLayout:
         """
         if not leaf.quantized:
             return lambda array: array
+        axes, shardings = self._of_quantized(leaf, layered)
+        contracted = tuple(place for place, axis in enumerate(axes) if axis in leaf.contracted)
+        return _quantizer(contracted, leaf.group, leaf.is_stacked and layered, self._held(leaf), shardings)
+
+    def unpacker(self, leaf: WeightLeaf) -> Callable[[jax.Array, jax.Array], Quantized]:
+        """Return the function that joins what a checkpoint stores of a layer of a quantized leaf, on the mesh."""
+        if leaf.integers != "int4":
+            return Quantized
+        axes, shardings = self._of_quantized(leaf, layered=False)
+        return _unpacker(axes.index(leaf.contracted[-1]), self._held(leaf), shardings)
+
+    def _held(self, leaf: WeightLeaf) -> Any:
+        """Return the dtype of a quantized leaf's integers on the devices."""
+        # On CPU, programs that JAX compiles ahead of time refuse int4 arrays: it reports other layouts for the arrays
+        # than for the programs.
+        on_cpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
+        return jnp.dtype(jnp.int8 if on_cpu else leaf.integers)
+
+    def _of_quantized(self, leaf: WeightLeaf, layered: bool) -> tuple[tuple[str, ...], Quantized]:
+        """Return the axes of a quantized leaf's integers, and the shardings of its integers and scales."""
         skip = 1 if leaf.is_stacked and not layered else 0
         axes, scales = leaf.axes[skip:], leaf.scale_axes[skip:]
-        contracted = tuple(place for place, axis in enumerate(axes) if axis in leaf.contracted)
-        return _quantizer(contracted, self.sharding(*axes), self.sharding(*scales))
+        return axes, Quantized(self.sharding(*axes), self.sharding(*scales))
 
     @property
     def parameter_count(self) -> int:
@@ -406,34 +362,66 @@ class ModelLayout:
         return total - math.prod(shard_shape(embedding, self)) * item
 
     def leaf_bytes_per_device(self, leaf: WeightLeaf, dtype: Any) -> int:
-        """Return the bytes of one leaf on each device; for a quantized leaf, its int8 values and float32 scales."""
-        sizes = dict(zip(leaf.axes, shard_shape(leaf, self), strict=True))
-        count = math.prod(sizes.values())
+        """Return the bytes of one leaf on each device; for a quantized leaf, of its integers and float32 scales."""
+        count = math.prod(shard_shape(leaf, self))
         if leaf.quantized:
-            return count + 4 * math.prod(sizes[axis] for axis in leaf.scale_axes)
+            return count * jnp.iinfo(self._held(leaf)).bits // 8 + 4 * math.prod(shard_shape(leaf.scales, self))
         return count * jnp.dtype(dtype).itemsize
 
 
 # Cached, so that the layers of a model share one program.
 @functools.lru_cache(256)
 def _quantizer(
-    contracted: tuple[int, ...], values: NamedSharding, scales: NamedSharding
+    contracted: tuple[int, ...], group: int | None, is_stacked: bool, dtype: Any, shardings: Quantized
 ) -> Callable[[jax.Array], Quantized]:
-    return jax.jit(partial(quantize, contracted=contracted), out_shardings=Quantized(values, scales))
+    function = partial(quantize, contracted=contracted, group=group, is_stacked=is_stacked, dtype=dtype)
+    return jax.jit(function, out_shardings=shardings)
 
 
-def named_shapes(config: ModelConfig, weights_class: type) -> list[NamedShape]:
-    """Return name, axes and unpadded sizes of every weight, for the validation of a mesh."""
-    sizes = config.dimensions
-    return [
-        NamedShape(declaration.source, declaration.axes, tuple(sizes[axis] for axis in declaration.axes))
-        for _, declaration, _ in _fields(weights_class)
-    ]
+@functools.lru_cache(256)
+def _unpacker(axis: int, dtype: Any, shardings: Quantized) -> Callable[[jax.Array, jax.Array], Quantized]:
+    def unpacked(packed: jax.Array, scales: jax.Array) -> Quantized:
+        return Quantized(unpack_int4(packed, axis).astype(dtype), scales)
+
+    return jax.jit(unpacked, out_shardings=shardings)
 
 
-def tensor_sizes(config: ModelConfig, weights_class: type, limit: int) -> list[int]:
+def integers_of(quantization: str, declaration: WeightDeclaration, sizes: Mapping[str, int]) -> str:
+    """Return the dtype of the integers that a quantization keeps a weight as; empty for full precision.
+
+    Embeddings and heads have one scale per token, so with ``int4`` they are int8, as are matrices that
+    :func:`runtime.models.leaves.int4_group` has no group for. ``sizes`` are unpadded sizes of logical axes.
+    """
+    if quantization == "none" or not declaration.contracted:
+        return ""
+    last = declaration.contracted[-1]
+    if quantization == "int8" or "vocab" in declaration.axes or int4_group(last, sizes[last]) is None:
+        return "int8"
+    return quantization
+
+
+def named_shapes(config: ModelConfig, weights_class: type, quantization: str = "none") -> list[NamedShape]:
+    """Return name, axes and unpadded sizes of every weight, for the validation of a mesh.
+
+    Of an int4 weight, groups are counted instead of weights, because a group is on one device.
+    """
+    sizes, found = config.dimensions, []
+    for _, declaration, _ in _fields(weights_class):
+        own = {axis: sizes[axis] for axis in declaration.axes}
+        source = declaration.source
+        if integers_of(quantization, declaration, sizes) == "int4":
+            last = declaration.contracted[-1]
+            group = int4_group(last, sizes[last]) or 1
+            own[last] //= group
+            source += f" in groups of {group} int4 weights"
+        found.append(NamedShape(source, declaration.axes, tuple(own.values())))
+    return found
+
+
+def tensor_sizes(config: ModelConfig, weights_class: type, limit: int, quantization: str = "none") -> list[int]:
     """Return the tensor axis sizes up to ``limit`` that the model can be divided by, in ascending order."""
-    return working_tensor_sizes(named_shapes(config, weights_class), limit, config.num_heads, config.num_kv_heads)
+    shapes = named_shapes(config, weights_class, quantization)
+    return working_tensor_sizes(shapes, limit, config.num_heads, config.num_kv_heads)
 
 
 def shard_shape(leaf: WeightLeaf, layout: ModelLayout) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
-from runtime.models.quantization import Matrix, einsum
+from runtime.models.products import einsum
+from runtime.models.quantization import Matrix
 from sharding.mesh import has_reduce_scatter
 
 Array = jax.Array
@@ -120,15 +121,27 @@ class Forward:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(layout.mesh, layout.rules.spec(*dimensions)))
 
-    def einsum(self, expression: str, left: Array, right: Matrix) -> Array:
-        """Multiply activations by a weight; see :func:`runtime.models.quantization.einsum`."""
-        # XLA on CPU transposes a weight with several output dimensions before every product, converts an int8 weight to
-        # a float32 copy, and packs a float32 weight anew. For a few positions, all of this costs more than the product
-        # itself. TPU and GPU do none of it.
+    def einsum(self, expression: str, left: Array, right: Matrix, summed: str | tuple[str, ...] = "embed") -> Array:
+        """Multiply activations by a weight; see :func:`runtime.models.products.einsum`.
+
+        ``summed`` are the logical dimensions of the axis that the product sums over.
+        """
+        # XLA on CPU transposes a weight with several output dimensions before every product, converts a quantized weight
+        # to a float32 copy, and packs a float32 weight anew. For a few positions, all of this costs more than the
+        # product itself. TPU and GPU do none of it.
         # This is limited to a single device because blocks and merged dimensions must not cross shards.
         alone = self.is_single_cpu
-        few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
-        return einsum(expression, left, right, as_matrix=alone, few=alone and few)
+        positions, rules, sizes = math.prod(left.shape[:-1]), self.layout.rules, self.layout.mesh_axis_sizes
+        return einsum(
+            expression,
+            left,
+            right,
+            as_matrix=alone,
+            few=alone and positions <= _FEW_POSITIONS,
+            rows=max(1, positions // (rules.shards("batch", sizes) * rules.shards("canvas", sizes))),
+            shards=rules.shards(summed, sizes),
+            on_tpu=self.layout.mesh is not None and self.layout.mesh.devices.flat[0].platform == "tpu",
+        )
 
     def on_rows(self, function: Callable[..., Any], *arrays: Any, whole: Sequence[Array] = ()) -> Any:
         """Call ``function`` on each device with the whole rows of the device's ``data`` shard, without communication.

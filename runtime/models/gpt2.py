@@ -88,9 +88,8 @@ class GPT2Layer:
         with jax.named_scope("mlp"):
             hidden = jax.nn.gelu(forward.einsum("bsd,fd->bsf", x, self.up_proj) + self.up_bias, approximate=True)
             hidden = forward.constrain(hidden, "batch", "canvas", "mlp")
-            down = forward.constrain(
-                forward.einsum("bsf,fd->bsd", hidden, self.down_proj), "batch", "residual", "embed"
-            )
+            down = forward.einsum("bsf,fd->bsd", hidden, self.down_proj, "mlp")
+            down = forward.constrain(down, "batch", "residual", "embed")
             return down + self.down_bias
 
 

@@ -166,7 +166,8 @@ def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Arra
         kernel = merge_contracted(kernel)
         if not isinstance(kernel, Quantized):
             kernel = forward.constrain(kernel, QUERY_HEADS, "embed")
-        return forward.constrain(forward.einsum("bsx,xd->bsd", merged, kernel), "batch", "residual", "embed")
+        update = forward.einsum("bsx,xd->bsd", merged, kernel, QUERY_HEADS)
+        return forward.constrain(update, "batch", "residual", "embed")
 
 
 def gated_mlp(forward: Forward, x: Array, gate_proj: Matrix, up_proj: Matrix, down_proj: Matrix) -> Array:
@@ -175,7 +176,7 @@ def gated_mlp(forward: Forward, x: Array, gate_proj: Matrix, up_proj: Matrix, do
         gate = forward.einsum("bsd,fd->bsf", x, gate_proj)
         hidden = jax.nn.silu(gate) * forward.einsum("bsd,fd->bsf", x, up_proj)
         hidden = forward.constrain(hidden, "batch", "canvas", "mlp")
-        return forward.constrain(forward.einsum("bsf,fd->bsd", hidden, down_proj), "batch", "residual", "embed")
+        return forward.constrain(forward.einsum("bsf,fd->bsd", hidden, down_proj, "mlp"), "batch", "residual", "embed")
 
 
 def embed_tokens(forward: Forward, embedding: Matrix, tokens: Array, dtype: Any) -> Array:

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.models.declarations import ModelLayout, WeightLeaf
+from runtime.models.declarations import ModelLayout
+from runtime.models.leaves import WeightLeaf
 from runtime.models.quantization import Quantized
 from sharding.errors import InputError
 

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from runtime.models.attention import dot_product_attention
-from runtime.models.declarations import ModelLayout, WeightLeaf
+from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
+from runtime.models.leaves import WeightLeaf
 from runtime.models.quantization import merge_contracted
 
 Array = jax.Array

@@ -35,6 +35,7 @@ from runtime.planner.kernels import (
     padded,
     product_seconds,
     splash_seconds,
+    unpack_seconds,
 )
 from runtime.planner.memory import estimate_memory
 from runtime.planner.traffic import Collective, bytes_by_axis, phase_collectives, products_in_pieces
@@ -250,6 +251,8 @@ class Estimate:
             copies = weights / self._bandwidth if pieces else 0.0
             columns, padding = layout.size_per_device("mlp"), rows / positions
             products = copies + product_seconds(chip, flops * padding, self._peak, rows, columns, pieces)
+            unpacked = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.group is not None)
+            products += unpack_seconds(chip, unpacked)
         return (
             self._stage("layers", flops, weights + activations, share, products, bandwidth),
             self._attention(phase, positions, cache),
@@ -388,8 +391,10 @@ def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
     """Return the meshes that use all devices, divide the model, and leave no device with only padding to compute."""
     devices, slices = topology.num_devices, topology.num_slices
     platform, found = topology.chip.platform, []
-    models = [workload.config] if workload.draft is None else [workload.config, workload.draft.config]
-    divisors = [tensor_sizes(model, weights_class(model), devices // slices) for model in models]
+    models = [(workload.config, workload.quantization)]
+    if workload.draft is not None:
+        models.append((workload.draft.config, workload.draft.quantization))
+    divisors = [tensor_sizes(model, weights_class(model), devices // slices, how) for model, how in models]
     sizes = [size for size in divisors[0] if all(size in found for found in divisors)]
     most = workload.batch * (1 + workload.draft_steps if workload.divides_drafts else 1)
     for tensor in sizes:

@@ -32,15 +32,18 @@ _WINDOW, _LANES = 8, 128
 # running sums, and divides by them at the end.
 _SPLASH_PRODUCTS, _SPLASH_OPS = 0.957, 7000
 
+# Vector operations to unpack an int4 weight and to spread its scale, by schedules of programs for v5e.
+_UNPACK_OPS = 9
+
 # Vector operations per logit: to draw random bits, take exponentials and logarithms and find maxima, and for each
 # candidate of the threshold search.
 _CHOICE_OPS, _CANDIDATE_OPS = 310, 50 / 7
 
 # On a GPU, the fraction of peak arithmetic that products of many rows reach, with the small kernels between them, and
-# the fractions of the memory's bandwidth at which products of few rows read weights, by their quantization, and at
-# which tokens are chosen.
+# the fractions of the memory's bandwidth at which products of few rows read weights, by their quantization (assumed for
+# int4), and at which tokens are chosen.
 GPU_PRODUCTS, GPU_CHOICE = 0.6, 0.4
-GPU_WEIGHTS = {"none": 0.7, "int8": 0.47}
+GPU_WEIGHTS = {"none": 0.7, "int8": 0.47, "int4": 0.47}
 
 # Seconds from the end of a GPU kernel to the start of the next (assumed), and kernels of a layer and of a pass of the
 # threshold search, counted in programs that were compiled for H200.
@@ -69,6 +72,11 @@ def product_seconds(chip: Chip, flops: float, peak: float, rows: int, columns: i
     if cores > 1:
         share *= registers / (-(-registers // _WINDOW) * _WINDOW)
     return flops / (peak * share) * (1 + _ROWS_TO_LOAD * cores / rows)
+
+
+def unpack_seconds(chip: Chip, weights: int) -> float:
+    """Return the seconds that a TPU's vector units take to unpack this many int4 weights in a pass."""
+    return weights * _UNPACK_OPS / _VECTOR_OPS[chip.name]
 
 
 def splash_seconds(chip: Chip, flops: float, queries: float) -> float:

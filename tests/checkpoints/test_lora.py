@@ -144,9 +144,10 @@ def test_adapters_of_every_family(name: str, tmp_path: Path) -> None:
 
 def test_merged_before_a_cast_and_before_quantization(source: Path, adapter: Path, merged: Path) -> None:
     same(weights(source, "tensor=2", "bfloat16", adapter), weights(merged, "tensor=2", "bfloat16"))
-    found = weights(source, "tensor=2", "bfloat16", adapter, quantization="int8")
-    assert any(leaf.dtype == np.int8 for leaf in found)
-    same(found, weights(merged, "tensor=2", "bfloat16", quantization="int8"))
+    for quantization in ("int8", "int4"):
+        found = weights(source, "tensor=2", "bfloat16", adapter, quantization=quantization)
+        assert any(leaf.dtype == np.int8 for leaf in found)
+        same(found, weights(merged, "tensor=2", "bfloat16", quantization=quantization))
 
 
 def test_a_part_is_the_same_bits_as_in_the_whole(kind: str, source: Path, adapter: Path, small_tiles: int) -> None:

@@ -183,6 +183,19 @@ def test_gpu_programs_copy_no_weights(program: str, attention: Implementation, q
 
 @needs_cuda
 @pytest.mark.slow
+@pytest.mark.parametrize("program", ["decode", "prefill", "block step"])
+def test_gpu_programs_copy_scaled_int4_weights_of_one_layer_at_most(program: str) -> None:
+    layout, lowering = lowered(program, aot_devices(parse_topology("1xh200")), "bfloat16", "int4", GPU)
+    found = lowering.compile(compiler_options=AS_RELEASED)
+    if program == "decode":
+        assert not copies(layout, found.as_text())
+    matrix = 2 * GPU["hidden_size"] * GPU["intermediate_size"]
+    scaled = 0.1 * matrix if program == "decode" else 2.5 * matrix
+    assert found.memory_analysis().temp_size_in_bytes < scaled
+
+
+@needs_cuda
+@pytest.mark.slow
 def test_gpu_programs_that_scan_copy_each_layer() -> None:
     """The tests above do detect the copies in a program whose layers are stacked."""
     layout, lowering = lowered("decode", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU, scan=True)
@@ -209,15 +222,25 @@ def compiled_for_tpu(quantization: str) -> tuple[Any, Any]:
     return layout, lowering.compile(compiler_options=compiler_options("tpu", False))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_tpu_decodes_without_a_copy_of_any_matrix(quantization: str) -> None:
+@pytest.mark.parametrize(("quantization", "numbers"), [("none", "bf16"), ("int8", "s8"), ("int4", "s4")])
+def test_a_tpu_decodes_without_a_copy_of_any_matrix(quantization: str, numbers: str) -> None:
     """Products read a layer from the stack: no slice is copied, neither to HBM nor to on-chip memory."""
     layout, found = compiled_for_tpu(quantization)
-    stack = "s8[28,3584,3584]" if quantization == "int8" else "bf16[28,3584,3584]"
-    assert stack in found.as_text(), "the parser does not see the output projections"
+    assert f"{numbers}[28,3584,3584]" in found.as_text(), "the parser does not see the output projections"
     assert not copies(layout, found.as_text())
     # Less than the smallest matrix of a layer, that of the keys.
     assert found.memory_analysis().temp_size_in_bytes < min(matrices(layout))
+
+
+def test_a_tpu_program_with_int4_takes_the_planned_bytes() -> None:
+    sizes = []
+    for quantization in ("int8", "int4"):
+        layout, found = compiled_for_tpu(quantization)
+        weights = layout.bytes_per_device("bfloat16")
+        assert weights < found.memory_analysis().argument_size_in_bytes < 1.01 * weights  # and a small cache
+        tables = sum(layout.leaf_bytes_per_device(leaf, "bfloat16") for leaf in layout.leaves if "vocab" in leaf.axes)
+        sizes.append(weights - tables)
+    assert sizes[0] > 1.7 * sizes[1]
 
 
 def test_a_tpu_decodes_one_row_in_int8_without_a_copy_of_the_embedding() -> None:

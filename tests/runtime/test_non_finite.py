@@ -227,12 +227,14 @@ def test_numbers_that_overflow_in_bfloat16(tmp_path: Path) -> None:
         Engine.load(folder, "data=1", "bfloat16").generate_tokens(ids, mask, DREAM["exact"].replace(seed=SEEDS))
 
 
-def test_int8_scales(tmp_path: Path) -> None:
-    """The int8 scale keeps an infinity of a matrix or of cached values, which int8 numbers alone would hide."""
+def test_scales(tmp_path: Path) -> None:
+    """A scale keeps an infinity of a matrix or of cached values, which integers alone would hide."""
     ids, mask = rows()
     folder = write("dream_tiny", tmp_path / "matrix", EVERYWHERE["infinity in a matrix"])
-    with pytest.raises(NonFiniteError):
-        Engine.load(folder, "data=1", quantize="int8").generate_tokens(ids, mask, DREAM["exact"].replace(seed=SEEDS))
+    for quantize in ("int8", "int4"):
+        engine = Engine.load(folder, "data=1", quantize=quantize)
+        with pytest.raises(NonFiniteError):
+            engine.generate_tokens(ids, mask, DREAM["exact"].replace(seed=SEEDS))
     folder = write("dream_tiny", tmp_path / "values", {"layers.1.self_attn.v_proj.bias": _set(0, np.inf)})
     with pytest.raises(NonFiniteError):
         Engine.load(folder, "data=1", kv_cache="int8").generate_tokens(ids, mask, DREAM["dual"].replace(seed=SEEDS))

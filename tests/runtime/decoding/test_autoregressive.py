@@ -16,7 +16,7 @@ import transformers
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.execution.autoregressive_slots import shared_prompt_group
-from runtime.models.declarations import WeightLeaf
+from runtime.models.leaves import WeightLeaf
 from sharding.errors import InputError
 from tests import golden_cases
 
@@ -320,14 +320,17 @@ def test_requests_that_cannot_be_meant(changes: dict[str, object]) -> None:
         SamplingConfig(**changes)  # type: ignore[arg-type]
 
 
-# ---- int8 weights, and other weights in the same programs --------------------------------------------------------
+# ---- quantized weights, and other weights in the same programs ----------------------------------------------------
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["gpt2_vocab_517", pytest.param("qwen2", marks=pytest.mark.slow)])
-def test_int8_weights_are_near_and_the_same_on_every_mesh(folders: dict[str, Path], name: str) -> None:
+def test_quantized_weights_are_near_and_the_same_on_every_mesh(
+    folders: dict[str, Path], name: str, quantize: str
+) -> None:
     ids, _ = ragged(500)
     original = engine(folders[name], "tensor=1")
-    small = Engine.load(folders[name], "tensor=1", quantize="int8")
+    small = Engine.load(folders[name], "tensor=1", quantize=quantize)
     found = small.logits(ids)
 
     def widened(leaf: WeightLeaf) -> jax.Array:
@@ -336,9 +339,13 @@ def test_int8_weights_are_near_and_the_same_on_every_mesh(folders: dict[str, Pat
             return kept
         assert leaf.contracted
         places = tuple(place for place, axis in enumerate(leaf.axes) if axis in leaf.contracted)
-        scales = np.expand_dims(np.asarray(kept.scales), places)
-        largest = np.abs(np.asarray(exact)).max(axis=places, keepdims=True)
-        np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+        if leaf.group is None:
+            scales = np.expand_dims(np.asarray(kept.scales), places)
+            largest = np.abs(np.asarray(exact)).max(axis=places, keepdims=True)
+            np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+        else:
+            scales = np.moveaxis(np.asarray(kept.scales), range(len(places)), places)
+            scales = np.repeat(scales, leaf.group, places[-1])
         values = np.asarray(kept.values) * scales
         assert (np.abs(values - np.asarray(exact)) <= scales * 0.5001).all()
         return jax.numpy.asarray(values)
@@ -348,11 +355,26 @@ def test_int8_weights_are_near_and_the_same_on_every_mesh(folders: dict[str, Pat
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(small.weights))
     full = sum(leaf.nbytes for leaf in jax.tree.leaves(engine(folders[name], "tensor=1").weights))
-    assert held < 0.35 * full
+    assert quantize == "int4" or held < 0.35 * full
     assert held == small.layout.bytes_per_device("float32")
     for mesh in ("tensor=8", "data=2,sequence=2,tensor=2"):
-        elsewhere = Engine.load(folders[name], mesh, quantize="int8").logits(ids)
+        elsewhere = Engine.load(folders[name], mesh, quantize=quantize).logits(ids)
         assert np.abs(elsewhere - found).max() <= 1e-5 * np.abs(found).max()
+
+
+def test_int4_tokens_are_the_same_on_meshes_alone_and_without_a_cache(folders: dict[str, Path]) -> None:
+    config = SamplingConfig(8, temperature=0.7, seed=[1, 2, 3, 4], log_probabilities=True)
+    ids, mask = ragged(500)
+    whole = Engine.load(folders["qwen2"], "tensor=1", quantize="int4")
+    expected = whole.generate_tokens(ids, mask, config)
+    found = [whole.generate_tokens(ids, mask, config.replace(use_cache=False))]
+    for mesh in ("tensor=2", "data=2,sequence=2,tensor=2"):
+        found.append(Engine.load(folders["qwen2"], mesh, quantize="int4").generate_tokens(ids, mask, config))
+    for one in found:
+        np.testing.assert_array_equal(one.sequences, expected.sequences)
+        np.testing.assert_allclose(one.log_probabilities, expected.log_probabilities, atol=1e-4)  # type: ignore[arg-type]
+    alone = whole.generate_tokens(ids[2:3], mask[2:3], config.replace(seed=[3]))
+    np.testing.assert_array_equal(alone.sequences[0], expected.sequences[2])
 
 
 def test_weights_are_replaced_without_compiling(folders: dict[str, Path], tmp_path: Path) -> None:

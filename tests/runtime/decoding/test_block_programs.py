@@ -14,11 +14,11 @@ from tests.runtime.decoding.block_rows import BASE, BLOCK, MESHES, mode, ragged_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2])
-def test_small_weights_on_a_mesh(number: int) -> None:
+@pytest.mark.parametrize(("number", "quantize"), [(1, "int8"), (2, "int8"), (1, "int4"), (2, "int4")])
+def test_small_weights_on_a_mesh(number: int, quantize: str) -> None:
     ids, mask = ragged_rows()
     found = [
-        Engine.load(golden_cases.FOLDER, mesh, quantize="int8").generate_tokens(ids, mask, mode(number))
+        Engine.load(golden_cases.FOLDER, mesh, quantize=quantize).generate_tokens(ids, mask, mode(number))
         for mesh in ("tensor=1", MESHES[0], MESHES[-1])
     ]
     same(found[1], found[0])
@@ -82,13 +82,14 @@ def test_weights_are_replaced_without_compiling() -> None:
 
 
 @pytest.mark.slow
-def test_weights_of_a_quantized_engine_are_replaced_by_plain_ones() -> None:
-    own = Engine.load(golden_cases.FOLDER, "tensor=2", quantize="int8")
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_weights_of_a_quantized_engine_are_replaced_by_plain_ones(quantize: str) -> None:
+    own = Engine.load(golden_cases.FOLDER, "tensor=2", quantize=quantize)
     plain = Engine.load(golden_cases.FOLDER, "tensor=2")
     config = BASE.replace(block_length=BLOCK, cache="dual")
     ids, mask = ragged_rows()
     before = own.generate_tokens(ids, mask, config)
-    other = Engine.random(own.config, "tensor=2", quantize="int8")
+    other = Engine.random(own.config, "tensor=2", quantize=quantize)
     for weights in (plain.weights, jax.tree.map(np.asarray, own.weights)):
         own.replace_weights(other.weights)
         own.replace_weights(weights)

@@ -63,7 +63,7 @@ def test_the_form_follows_the_platform_of_the_devices() -> None:
     assert [layer.q_proj.shape for layer in here] == [layers.q_proj.shape[1:]] * config.num_layers
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_weights_are_the_same_in_both_forms(quantization: str) -> None:
     """Weights from a checkpoint, random weights, and placed weights."""
     folder = open_folder(FOLDER)
