@@ -55,7 +55,8 @@ def define_flags(values: flags.FlagValues) -> None:
         "quantize",
         "none",
         QUANTIZATIONS,
-        "int8: store matrices as integers with a scale per output channel; this cannot be undone.",
+        "int8: store matrices as integers with a scale per output channel; int4: with a scale per group of weights, "
+        "two integers per byte; this cannot be undone.",
         flag_values=values,
     )
     flags.DEFINE_string("revision", None, "Branch, tag or commit on the Hub.", flag_values=values)

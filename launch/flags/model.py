@@ -71,7 +71,13 @@ def define_model_flags(values: flags.FlagValues) -> None:
     )
     choice("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored; float32 on CPU.")
     choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention; auto chooses by platform, dtype and shape.")
-    choice("quantize", "none", QUANTIZATIONS, "int8: store weights as 8-bit integers with a scale per output channel.")
+    choice(
+        "quantize",
+        "none",
+        QUANTIZATIONS,
+        "int8: store weights as 8-bit integers with a scale per output channel; int4: as 4-bit integers with a scale "
+        "per group of at most 64, on GPU and where memory is short.",
+    )
     choice("kv_cache", "model", CACHE_DTYPES, "Dtype of the KV cache; model is the dtype of the weights.")
 
 

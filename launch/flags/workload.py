@@ -64,7 +64,7 @@ def define_workload_flags(values: flags.FlagValues) -> None:
         "quantize",
         "none",
         QUANTIZATIONS,
-        "Plan with int8 weights. A checkpoint stored in int8 is always planned so.",
+        "Plan with int8 or int4 weights. A checkpoint that is stored so is always planned so.",
         flag_values=values,
     )
 

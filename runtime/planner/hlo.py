@@ -14,9 +14,9 @@ import numpy as np
 # Marks transfers between slices in a TPU program.
 _BETWEEN_SLICES = "xla_megascale_runtime"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-_ITEM = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
-    "u64": 8, "f64": 8,
+_BITS = {
+    "s4": 4, "pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32,
+    "s64": 64, "u64": 64, "f64": 64,
 }  # fmt: skip
 
 # Operations that compute nothing: their result is an operand or a part of one, possibly elsewhere in memory or on
@@ -409,9 +409,9 @@ def _top_level(text: str) -> list[str]:
 def array_bytes(shape: str) -> int:
     """Return the total bytes of the arrays in a shape, which may be a tuple."""
     return sum(
-        _ITEM[kind] * math.prod(int(size) for size in sizes.split(",") if size)
+        _BITS[kind] * math.prod(int(size) for size in sizes.split(",") if size) // 8
         for kind, sizes in _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
-        if kind in _ITEM
+        if kind in _BITS
     )
 
 

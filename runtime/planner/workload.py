@@ -116,7 +116,7 @@ class Workload:
       cache: ``none``, ``prefix`` or ``dual`` for masked diffusion, ``none`` or ``exact`` with block-causal attention;
         autoregressive models always use a cache.
       block_length: positions per block with a cache; without a cache, the published settings determine the blocks.
-      quantization: quantization of the weights, ``none`` or ``int8``.
+      quantization: quantization of the weights: ``none``, ``int8`` or ``int4``.
       draft_steps: drafts per row of masked diffusion. The plan assumes that none is accepted, because the steps that
         drafts save depend on the text.
       draft_axis: ``data`` divides the canvases of a pass over the ``data`` axis, with all rows on each of its shards.

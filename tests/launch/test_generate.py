@@ -165,12 +165,12 @@ def test_history_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 def test_explain_counts_what_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
-    for quantize in ("none", "int8"):
+    for quantize in ("none", "int8", "int4"):
         launch("--explain", "--mesh=tensor=1", "--dtype=float32", f"--quantize={quantize}")
         found = re.search(r"([\d.]+) GB per device", capsys.readouterr().out)
         assert found is not None
         sizes.append(float(found[1]))
-    assert 0 < sizes[1] < sizes[0] / 3  # of float32
+    assert 0 < sizes[2] < sizes[1] < sizes[0] / 3  # of float32
 
 
 def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,10 +232,11 @@ def test_a_checkpoint_is_planned_as_it_is_stored(capsys: pytest.CaptureFixture[s
         return size
 
     sizes = []
-    for stored in ("none", "int8"):
+    for stored in ("none", "int8", "int4"):
         write_config(tmp_path, **({} if stored == "none" else {QUANTIZATION_KEY: stored}))
         sizes.append(memory())
     assert sizes[1] < 0.6 * sizes[0]
+    assert sizes[2] < 0.7 * sizes[1]
 
 
 def test_a_draft_model_takes_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ CACHED_GPU = [
     ("diffucoder-7b", "dual", "8xh100", "data=2,tensor=4", 32),
 ]
 
-# Others: GPT-2 with narrow heads, int8 and float32 weights, and a prefix cache with windows of one width.
+# Others: GPT-2 with narrow heads, int8, int4 and float32 weights, and a prefix cache with windows of one width.
 ONE_WINDOW = Workload(preset("diffucoder-7b"), batch=8, cache="prefix", block_length=256)
 OTHERS = [
     (
@@ -108,6 +108,8 @@ OTHERS_GRID = [
     (Workload(preset("gpt2"), "bfloat16", batch=64), "v5e:2x4", "data=2,sequence=2,tensor=2"),
     (Workload(preset("diffucoder-7b"), batch=8, quantization="int8"), "v5e:2x4", "data=2,sequence=2,tensor=2"),
     (Workload(preset("qwen2.5-7b"), batch=8, quantization="int8"), "v5e:2x4", "tensor=8"),
+    (Workload(preset("diffucoder-7b"), batch=8, quantization="int4"), "v5e:2x4", "data=2,sequence=2,tensor=2"),
+    (Workload(preset("qwen2.5-7b"), batch=8, quantization="int4"), "v5e:2x4", "tensor=8"),
     (Workload(preset("diffucoder-7b"), "float32", batch=8), "v5p:2x2x2", "data=2,sequence=2,tensor=2"),
     (ONE_WINDOW, "v5e:2x4", "tensor=8"),
     (ONE_WINDOW, "v5e:2x4", "data=2,sequence=2,tensor=2"),
@@ -117,6 +119,8 @@ OTHERS_GPU = [
     (Workload(preset("gpt2"), "bfloat16", batch=64), "8xh100", "data=2,sequence=2,tensor=2"),
     (Workload(preset("diffucoder-7b"), batch=8, quantization="int8"), "8xh100", "data=2,sequence=2,tensor=2"),
     (Workload(preset("qwen2.5-7b"), batch=8, quantization="int8"), "8xh100", "tensor=8"),
+    (Workload(preset("diffucoder-7b"), batch=8, quantization="int4"), "8xh100", "data=2,sequence=2,tensor=2"),
+    (Workload(preset("qwen2.5-7b"), batch=8, quantization="int4"), "8xh100", "tensor=8"),
     (Workload(preset("diffucoder-7b"), "float32", batch=8), "8xh200", "data=2,sequence=2,tensor=2"),
     (ONE_WINDOW, "8xh100", "data=2,sequence=2,tensor=2"),
 ]
