@@ -126,8 +126,8 @@ class Forward:
 
         ``summed`` are the logical dimensions of the axis that the product sums over.
         """
-        # XLA on CPU transposes a weight with several output dimensions before every product, converts a quantized weight
-        # to a float32 copy, and packs a float32 weight anew. For a few positions, all of this costs more than the
+        # XLA on CPU transposes a weight with several output dimensions before every product, makes a float32 copy of a
+        # quantized weight, and packs a float32 weight anew. For a few positions, all of this costs more than the
         # product itself. TPU and GPU do none of it.
         # This is limited to a single device because blocks and merged dimensions must not cross shards.
         alone = self.is_single_cpu
