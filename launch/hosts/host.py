@@ -20,11 +20,14 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 from checkpoints import OtherProcessError
-from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, HostsDifferError, Timeouts
+from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, HostsDifferError, Timeouts
 from launch.hosts.messages import decode, encode, shorten
 from launch.hosts.place import Place
 from launch.hosts.supervisor import Shared, supervise
 from runtime import InputError
+
+# Seconds after which a process that is interrupted with no results to write exits in any case.
+SECONDS_TO_STOP = 5.0
 
 _TICK = 0.25
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +39,7 @@ _LEAST_JAX_HEARTBEAT = 100
 
 
 class Host:
-    """The only host of a run. As a context manager it handles SIGTERM and detects stalls.
+    """The only host of a run. As a context manager it handles SIGTERM and Ctrl-C, and detects stalls.
 
     :class:`Member`, one of several hosts, has the same methods.
     """
@@ -46,11 +49,11 @@ class Host:
 
     def __init__(self, stall_timeout: float = math.inf) -> None:
         """Create the host. The process exits after ``stall_timeout`` seconds without progress."""
-        self._terminated = False
+        self._terminated = self._interrupted = False
         self._stall_timeout = stall_timeout
         self._moved = math.inf  # infinite until the first progress
         self._grace_period = math.inf
-        self._end_by = math.inf
+        self._end_by = self._stop_by = math.inf
         self._wakeup: tuple[int, int] | None = None
         self._before: Any = None
 
@@ -79,8 +82,9 @@ class Host:
             if received == b"":
                 os.close(pipe)
                 return
+            self._interrupt(signal.SIGINT in (received or b""))
             for _ in range((received or b"").count(signal.SIGTERM)):
-                if self._terminated or self._moved == math.inf or not self._grace_period:
+                if self._terminated or not self._in_flight:
                     text = "a second SIGTERM" if self._terminated else "SIGTERM before any work was in flight"
                     print(f"stopped at once by {text}", file=sys.stderr, flush=True)
                     os._exit(EXIT_RESTART)
@@ -97,6 +101,24 @@ class Host:
             if now > self._end_by:
                 _give_up(f"did not end within {self._grace_period:.0f} s after SIGTERM")
 
+    def _interrupt(self, received: bool) -> None:
+        """Note a Ctrl-C. Exit if nothing is in flight and Python has not ended the process in time.
+
+        Python raises ``KeyboardInterrupt`` only once the main thread has left code in C, such as the compiler.
+        """
+        now = time.monotonic()
+        if received and not self._interrupted:
+            self._interrupted = True
+            self._stop_by = math.inf if self._in_flight else now + SECONDS_TO_STOP - 1
+        if now > self._stop_by:
+            print("interrupted", file=sys.stderr, flush=True)
+            os._exit(EXIT_INTERRUPTED)
+
+    @property
+    def _in_flight(self) -> bool:
+        """Whether there is work that SIGTERM or Ctrl-C may not stop at once."""
+        return self._moved < math.inf and self._grace_period > 0
+
     def mark(self) -> None:
         """Note progress. All hosts call this at the same points, so that their counts show which one is behind."""
         self._moved = time.monotonic()
@@ -109,6 +131,11 @@ class Host:
     def terminated(self) -> bool:
         """Whether this host received SIGTERM."""
         return self._terminated
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this host, the only one, received Ctrl-C, even if the main thread has not noticed it yet."""
+        return self._interrupted
 
     def draining(self) -> bool:
         """Return whether any host received SIGTERM, so that the run should finish its work in flight and exit.

@@ -12,11 +12,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART
+from launch.hosts.host import SECONDS_TO_STOP
 from launch.process.startup import SECONDS_TO_END, Report, this_host
 from runtime import StopTest
 
-# Seconds after which an interrupted process exits in any case.
-SECONDS_TO_STOP = 5.0
 # Seconds for which rows go on after SIGTERM, so that a short generation finishes normally.
 SECONDS_TO_FINISH = 1.5
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -27,8 +26,8 @@ class Interruption:
 
     Before it, :func:`launch.process.startup.start_devices` is called with ``end_within=0``: there is no text to print.
     Rows end at their next stop test, which runs every few steps. After SIGTERM, they first have some seconds to finish.
-    If a step takes too long for that, the tokens of the last stop test are printed and the process exits. This exit and
-    Ctrl-C are handled only in the main thread of a run on one host.
+    If a step takes too long for that, the tokens of the last stop test are printed and the process exits. On several
+    hosts, the process of host 0 does so after its own SIGTERM, and its end ends the others; Ctrl-C ends all at once.
 
     Attributes:
       signal: the signal received; None if there was none.
@@ -51,8 +50,9 @@ class Interruption:
     def __enter__(self) -> Interruption:
         self._begun = time.monotonic()
         this_host().end_within(SECONDS_TO_END)
-        if threading.current_thread() is threading.main_thread() and this_host().count == 1:
-            self._before = signal.signal(signal.SIGINT, self._hear)
+        if threading.current_thread() is threading.main_thread() and this_host().process_index == 0:
+            if this_host().count == 1:
+                self._before = signal.signal(signal.SIGINT, self._hear)
             threading.Thread(target=self._watch, name="interruption", daemon=True).start()
         return self
 
@@ -67,7 +67,7 @@ class Interruption:
     @property
     def exit_code(self) -> int:
         """The exit code after an interruption: 130 for Ctrl-C, 42 for SIGTERM."""
-        return EXIT_INTERRUPTED if self.signal == signal.SIGINT else EXIT_RESTART
+        return _exit_code(self.signal)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
@@ -76,19 +76,31 @@ class Interruption:
         print("stopping: the text so far follows; a second Ctrl-C stops at once", file=sys.stderr, flush=True)
 
     def _note(self, heard: signal.Signals) -> None:
-        self.signal, self._heard = heard, time.monotonic()
+        self.signal, self._heard = heard, self._heard or time.monotonic()
 
     def _watch(self) -> None:
-        """Print the tokens so far and exit if the generation does not end in time."""
+        """Print the tokens so far and exit if the generation does not end in time.
+
+        The main thread may be in code in C, so this does not rely on its signal handlers. On several hosts, ``signal``
+        must change on all of them at the same report, so it is not set here.
+        """
+        heard: signal.Signals | None = None
         while not self._over:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-            if self.signal is None and this_host().draining():
-                self._note(signal.SIGTERM)
-            if self.signal is None or time.monotonic() - self._heard < SECONDS_TO_STOP - 1 or self._over:
+            if heard is None:
+                heard = self._received()
+                self._heard = self._heard or (0.0 if heard is None else time.monotonic())
+            if heard is None or time.monotonic() - self._heard < SECONDS_TO_STOP - 1 or self._over:
                 continue
             with self._ending:
                 if not self._over:
-                    self._end(self.signal)
+                    self._end(heard)
+
+    def _received(self) -> signal.Signals | None:
+        """Return the signal that this host received; None if there was none."""
+        if this_host().terminated:
+            return signal.SIGTERM
+        return signal.SIGINT if this_host().interrupted else self.signal
 
     def _end(self, heard: signal.Signals) -> None:
         """Print the tokens so far, and exit even if that fails: the reader of a pipe may be gone."""
@@ -100,7 +112,7 @@ class Interruption:
             sys.stdout.flush()
             print(f"stopped by {heard.name} {said}", file=sys.stderr, flush=True)
         finally:
-            os._exit(self.exit_code)
+            os._exit(_exit_code(heard))
 
     def stop_tests(self, tests: Sequence[StopTest | None]) -> list[StopTest | None]:
         """Wrap the rows' stop tests, so that they end every row once the generation is interrupted."""
@@ -131,3 +143,7 @@ class Interruption:
                 self.cut_short = True
 
         return ask
+
+
+def _exit_code(heard: signal.Signals | None) -> int:
+    return EXIT_INTERRUPTED if heard == signal.SIGINT else EXIT_RESTART

@@ -312,46 +312,6 @@ def test_a_signal_prints_what_there_is(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)])
-def test_a_generation_that_hangs_is_ended(number: signal.Signals, code: int) -> None:
-    """If a step takes too long, the last canvas is printed and the process ends."""
-    program = f"""if True:
-        import signal, time
-        from launch.process import interruption, startup
-        interruption.SECONDS_TO_STOP = 1.3
-        def show(rows):
-            print([list(row) for row in rows])
-            return 4
-        with startup.this_host(), interruption.Interruption(2, show) as found:
-            tests = found.stop_tests([None, None])
-            assert [test((1, 2), False) for test in tests] == [None, None]
-            startup.this_host().mark()  # work is in flight, so SIGTERM lets it end
-            signal.raise_signal(signal.{number.name})
-            time.sleep(60)
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert done.stdout == "[[1, 2], [1, 2]]\n"
-    assert re.search(rf"^stopped by {number.name} in a long step: 4 tokens of text in \d+\.\d\d s$", done.stderr, re.M)
-
-
-def test_a_generation_that_hangs_ends_even_if_its_text_cannot_be_printed() -> None:
-    program = """if True:
-        import signal, time
-        from launch.process import interruption, startup
-        interruption.SECONDS_TO_STOP = 1.3
-        def show(rows):
-            raise BrokenPipeError
-        with startup.this_host(), interruption.Interruption(1, show) as found:
-            found.stop_tests([None])[0]((1, 2), False)
-            startup.this_host().mark()
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(60)
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 130, done.stderr
-
-
 def test_text_so_far_ends_where_a_completion_ends(capsys: pytest.CaptureFixture[str]) -> None:
     """At an end token or at a stop string, whichever comes first."""
     tokenizer = TextTokenizer.from_folder(open_folder(DEMO))

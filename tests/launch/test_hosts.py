@@ -174,6 +174,24 @@ def test_sigterm_on_one_host_drains_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sigterm_on_host_0_in_a_step_that_does_not_end(tmp_path: Path) -> None:
+    """Host 0 waits for host 1; its own limit is 5 seconds."""
+    command = generate_command("--fault=stuck", "--fault_host=1", module="benchmarks.fault_injection")
+    with HostProcesses([command] * 2, tmp_path) as processes:
+        deadline = time.monotonic() + 120
+        while "FAULT " not in processes.text("err")[1]:
+            assert time.monotonic() < deadline, processes.text("err")
+            time.sleep(0.2)
+        begun = time.monotonic()
+        processes.send(0, signal.SIGTERM)
+        codes, seconds, err = processes.wait(60), time.monotonic() - begun, processes.text("err")
+    assert codes == [42, 42], err
+    assert "stopped by SIGTERM" in err[0]
+    assert names_host(err[1], 0)
+    assert seconds < 30  # without a limit of its own, 240
+
+
+@pytest.mark.slow
 def test_a_second_sigterm_ends_all_at_once(tmp_path: Path) -> None:
     codes, out, err = run_with_fault(tmp_path, "end", 2)
     assert codes == [42, 42], err
