@@ -134,7 +134,7 @@ def main(values: flags.FlagValues) -> None:
         write_completions(completions, titles, result.stats, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
             write_history(values.history_html, view, result, titles, config, completions)
-    say(summary(completions, result.stats, interruption.signal if interruption.cut_short else None))
+    say(summary(completions, result, ids.shape[1], interruption.signal if interruption.cut_short else None))
     if interruption.cut_short:
         sys.exit(interruption.exit_code)
 

@@ -12,11 +12,21 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from runtime import Completion, CompletionBuilder, GenerationStats
+from runtime import Completion, CompletionBuilder, GenerationResult, GenerationStats
 
 
-def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
-    """Return one line that sums up a run. Tokens are counted without end tokens and the tokens after them."""
+def summary(
+    completions: Sequence[Completion], result: GenerationResult, prompt: int, stopped_by: signal.Signals | None
+) -> str:
+    """Return one line that sums up a run. Tokens of text are without end tokens and the tokens after them.
+
+    Args:
+      completions: the completions of the result.
+      result: the generated rows.
+      prompt: S, length of the padded prompts.
+      stopped_by: the signal that ended the rows early; None if none did.
+    """
+    stats = result.stats
     tokens = sum(len(completion.tokens) for completion in completions)
     decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
     parts = [
@@ -29,7 +39,11 @@ def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_b
         parts.append(f"{stats.accepted_steps} steps accepted from drafts, {per_pass:.2f} per pass of a row")
     if stats.masks_left:
         parts.append(f"{stats.masks_left} masks left")
-    return (f"stopped by {stopped_by.name}: " if stopped_by is not None else "") + "; ".join(parts)
+    if stopped_by is None:
+        return "; ".join(parts)
+    new = result.commit_steps[:, prompt:]
+    committed = f"{int((new >= 0).sum())} of {new.size} new tokens committed, printed up to the first open position"
+    return f"stopped by {stopped_by.name}: " + "; ".join([committed, *parts])
 
 
 def write_completions(

@@ -45,6 +45,7 @@ class Interruption:
         self.cut_short = self._over = False
         self._ending = threading.Lock()
         self._begun = self._heard = 0.0
+        self._steps = "0 steps"
         self._before: Any = None
 
     def __enter__(self) -> Interruption:
@@ -105,10 +106,14 @@ class Interruption:
     def _end(self, heard: signal.Signals) -> None:
         """Print the tokens so far, and exit even if that fails: the reader of a pipe may be gone."""
         try:
-            said = "before there was any text"
+            said = f"after {self._steps}, before there was any text"
             if any(self._latest):
                 tokens = self._show(self._latest)
-                said = f"in a long step: {tokens} tokens of text in {time.monotonic() - self._begun:.2f} s"
+                seconds = time.monotonic() - self._begun
+                said = (
+                    f"in a long step after {self._steps}: {tokens} tokens of text before the first open position in "
+                    f"{seconds:.2f} s"
+                )
             sys.stdout.flush()
             print(f"stopped by {heard.name} {said}", file=sys.stderr, flush=True)
         finally:
@@ -132,6 +137,7 @@ class Interruption:
 
         def ask(done: int, total: int) -> None:
             progress(done, total)
+            self._steps = f"{done} of {total} steps"
             if this_host().draining() and self.signal is None:
                 self._note(signal.SIGTERM)
             if self.signal == signal.SIGTERM:

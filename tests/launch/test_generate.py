@@ -309,6 +309,10 @@ def test_a_signal_prints_what_there_is(
     found = re.search(r"(\d+) forward passes", line)
     assert found is not None, line
     assert 16 <= int(found[1]) < 24, "a step later, of 48"
+    # A step commits one token, or two at the end of some blocks.
+    committed = re.search(r": (\d+) of 48 new tokens committed, printed up to the first open position; (\d+) ", line)
+    assert committed is not None, line
+    assert int(committed[2]) <= int(found[1]) <= int(committed[1]) <= int(found[1]) + 3
     assert signal.getsignal(signal.SIGINT) is before
 
 

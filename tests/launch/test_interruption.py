@@ -35,6 +35,7 @@ def test_a_generation_that_hangs_is_ended(number: signal.Signals, hosts: int, co
         with startup.this_host(), interruption.Interruption(2, show) as found:
             tests = found.stop_tests([None, None])
             assert [test((1, 2), False) for test in tests] == [None, None]
+            found.report(lambda done, total: None)(3, 9)
             startup.this_host().mark()  # work is in flight, so SIGTERM lets it end
             threading.Timer(0.2, os.kill, (os.getpid(), signal.{number.name})).start()
             hang()
@@ -42,7 +43,10 @@ def test_a_generation_that_hangs_is_ended(number: signal.Signals, hosts: int, co
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert done.stdout == "[[1, 2], [1, 2]]\n"
-    assert re.search(rf"^stopped by {number.name} in a long step: 4 tokens of text in \d+\.\d\d s$", done.stderr, re.M)
+    said = (
+        f"stopped by {number.name} in a long step after 3 of 9 steps: 4 tokens of text before the first open position"
+    )
+    assert re.search(rf"^{said} in \d+\.\d\d s$", done.stderr, re.M)
 
 
 def test_ctrl_c_while_weights_load_in_c() -> None:
