@@ -158,7 +158,8 @@ def _taken(module: Module, body: Sequence[Instruction], number: int) -> float:
             total += array_bytes(one.shape)
         elif one.operation in _UPDATES and place == 0:
             continue
-        elif one.operation in _PASSED_ON:
+        elif one.operation in _PASSED_ON or "output_to_operand_aliasing" in one.rest:
+            # An aliased fusion reads the array with another tiling, which moves nothing.
             following = [other for other in body if one.name in other.operands]
             if not following or not all(other.operation in _SLICES for other in following):
                 return math.inf

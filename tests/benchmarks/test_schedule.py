@@ -220,6 +220,18 @@ def test_bytes_are_those_of_the_slice_and_outside_the_chip() -> None:
     assert operations(module, local, local["product"]) == 2 * 16 * 64 * 32
 
 
+def test_an_array_that_is_read_with_another_tiling_is_not_moved() -> None:
+    text = HLO.replace("dynamic-slice(%p0,", "dynamic-slice(%tiled,").replace(
+        "  %zero = s32[]",
+        "  %tiled = bf16[28,64,32]{2,1,0} fusion(%p0), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, "
+        "calls=%tiling\n  %zero = s32[]",
+    )
+    tiling = "%tiling (r: bf16[28,64,32]) -> bf16[28,64,32] {\n  ROOT %r = bf16[28,64,32]{2,1,0} parameter(0)\n}\n\n"
+    module = read_module(text.replace("%slice (p0", f"{tiling}%slice (p0"))
+    local = {one.name: one for one in module.computations["main"]}
+    assert bytes_moved(module, local, local["layer_weights"]) == 64 * 32 * 2 + 4
+
+
 def run(*arguments: str) -> None:
     run_launcher(schedule.main, schedule.define_flags, schedule.__doc__ or "", ["schedule", *arguments])
 
