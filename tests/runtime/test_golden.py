@@ -25,7 +25,6 @@ from tests.golden_cases import DREAM, FOLDER, MESHES, Golden
 # empty XLA_FLAGS compiles all programs as for users. On one device, CI compiles the cases of Dream alone as for users;
 # those of the other folders have a second test each, marked slow.
 AS_RELEASED = ("data=1", "sequence=2,tensor=4")
-FAST_DLLM = Golden(FOLDER.parent / "fast_dllm_dream_tiny")
 
 
 def pairwise(golden: Golden) -> set[tuple[str, str]]:
@@ -155,15 +154,29 @@ def test_every_mesh_meets_every_algorithm_in_ci() -> None:
     assert met == set(itertools.product(MESHES, set(DREAM_FAMILY.algorithms) - {"origin"}))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if rank else []) for rank, name in enumerate(names(FAST_DLLM))]
-)
-def test_drafts_keep_the_tokens_of_fast_dllm(name: str) -> None:
-    model = engine(FAST_DLLM, MESHES[0], False)
-    result = model.generate_tokens(*FAST_DLLM.inputs(name), FAST_DLLM.config(name).replace(draft_steps=3))
-    expected = FAST_DLLM.sequences(name, result.sequences.shape[1], model.config.pad_token_id)
+def drafted_grid() -> Iterator[Any]:
+    """The cases of full-canvas models, to be run with drafts. The first of each algorithm runs in CI."""
+    for golden in golden_cases.golden_folders({}):
+        if golden.family not in ("Dream", "llada"):
+            continue
+        met = set()
+        for name in names(golden):
+            algorithm = golden.config(name).algorithm
+            marks = pytest.mark.slow if algorithm in met else []
+            met.add(algorithm)
+            yield pytest.param(golden, name, marks=marks, id=f"{golden.folder.name}-{name}")
+
+
+@pytest.mark.parametrize(("golden", "name"), list(drafted_grid()))
+def test_drafts_keep_the_original_tokens(golden: Golden, name: str) -> None:
+    model, history = engine(golden, MESHES[0], False), golden.arrays.get(f"{name}.history")
+    config = golden.config(name).replace(draft_steps=3)
+    result = model.generate_tokens(*golden.inputs(name), config, history=history is not None)
+    expected = golden.sequences(name, result.sequences.shape[1], model.config.pad_token_id)
     np.testing.assert_array_equal(result.sequences, expected)
-    assert result.stats.forwards <= FAST_DLLM.cases[name]["forwards"]
+    if history is not None:
+        np.testing.assert_array_equal(result.history, history)
+    assert result.stats.forwards <= golden.cases[name].get("forwards", np.inf)
 
 
 @pytest.mark.slow
