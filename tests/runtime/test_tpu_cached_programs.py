@@ -42,6 +42,8 @@ CASES = [
     pytest.param("dual", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
     pytest.param("prefix", "data=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
     pytest.param("dual once", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dual drafts", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dual drafts", "data=2,tensor=2", "int8", marks=pytest.mark.slow),
     pytest.param("dual part", "tensor=8", "bfloat16", marks=pytest.mark.slow),
     pytest.param("dual part", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
 ]
@@ -60,8 +62,12 @@ def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
             algorithm="maskgit_plus", cache=cache, parallel="threshold", refresh_blocks=refresh_blocks
         )
         config = config.replace(block_length=BLOCK, suffix_window=BLOCK if kind == "dual part" else None)
+        # With more drafts, the scores of the longer windows take as much memory as a small cache.
+        config = config.replace(draft_steps=1 if kind == "dual drafts" else 0)
         program = denoise_program(config, DIFFUCODER, "bfloat16", chunk=256, width=T, span=SPAN, parts=(T // 2,))
-        lowered = lower_denoise(forward, program, weights, *abstract_denoise(layout, B, T, T, cache_dtype))
+        lowered = lower_denoise(
+            forward, program, weights, *abstract_denoise(layout, B, T, T, cache_dtype, drafts=program.drafts)
+        )
     else:
         decoding = decode_program(SamplingConfig(temperature=0.7, top_p=0.9), vocab)
         arguments = (weights, *abstract_decode(layout, B, T, cache_dtype))
