@@ -1,9 +1,9 @@
-"""Measure prompt lookup: forward passes per token, on edited code and on text of a model with random weights.
+"""Measure speculation of autoregressive models, by prompt lookup and by a draft model: forward passes per token.
 
   python -m benchmarks.prompt_lookup                        3, 7 and 15 drafts
   python -m benchmarks.prompt_lookup --drafts=1,63 --functions=20
 
-Two workloads:
+Three workloads:
 
 * ``editing``: the prompt is a function of the demo's held-out library, and the new tokens are the same function with
   its first parameter renamed. How many drafts are right depends only on the text, so no model runs: the passes are
@@ -12,12 +12,14 @@ Two workloads:
   of a random model repeats itself more than that of a trained one, so this checks the counts and the tokens of the
   engine, with and without drafts, rather than predicting a saving. Two choices within rounding (1e-5 in the logits) may
   resolve differently with drafts: the record has the margin of each difference, and it is printed.
+* ``draft model``: the same model and prompts with a draft model, which has the same weights in int4. It guesses well
+  but is not smaller, so this too checks counts and tokens rather than predicting a saving of time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +44,8 @@ _NEW_NAME = "renamed"
 # Positions of the array in which a text is looked up; longer texts are left out.
 _POSITIONS = 512
 _SAMPLED = {"temperature": 0.7, "top_p": 0.9}
+# Workloads on the random model, by the parameter that sets the number of drafts.
+_WORKLOADS = {"prompt_lookup": "random", "draft_tokens": "draft model"}
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -121,15 +125,24 @@ def scores_of(engine: Engine, text: np.ndarray, prompt: int, config: SamplingCon
 
 
 def measure_random(
-    engine: Engine, prompts: Sequence[list[int]], config: SamplingConfig, counts: Sequence[int]
+    engine: Engine, prompts: Sequence[list[int]], config: SamplingConfig, counts: Sequence[int], parameter: str
 ) -> list[dict[str, Any]]:
-    """Count the passes of each prompt alone for several numbers of drafts, and compare its tokens with no drafts."""
-    kind, results = "random, sampled" if config.temperature else "random, greedy", []
+    """Count the passes of each prompt alone for several numbers of drafts, and compare its tokens with no drafts.
+
+    Args:
+      engine: the model.
+      prompts: tokens of the prompts.
+      config: decoding parameters without drafts.
+      counts: the numbers of drafts.
+      parameter: the decoding parameter that they are set by.
+    """
+    kind = f"{_WORKLOADS[parameter]}, {'sampled' if config.temperature else 'greedy'}"
+    results = []
     expected = [engine.generate_tokens([prompt], None, config).sequences[0] for prompt in prompts]
     for drafts in counts:
         passes, margins = 0, []
         for prompt, plain in zip(prompts, expected, strict=True):
-            found = engine.generate_tokens([prompt], None, config.replace(prompt_lookup=drafts))
+            found = engine.generate_tokens([prompt], None, config.replace(**{parameter: drafts}))
             passes += found.stats.forwards
             gap = margin(engine, found.sequences[0], plain, len(prompt), config)
             if gap is not None:
@@ -144,12 +157,33 @@ def _row(workload: str, drafts: int, passes: int, tokens: int) -> dict[str, Any]
     row = {"workload": workload, "drafts": drafts, "forwards": passes, "tokens": tokens}
     row["forwards_per_token"] = round(passes / tokens, 4)
     row["accepted_per_pass"] = round((tokens - passes) / passes, 3)
-    print(f"{workload:<16} {drafts:>3} drafts  {row['forwards_per_token']:.3f} forward passes per token")
+    print(f"{workload:<22} {drafts:>3} drafts  {row['forwards_per_token']:.3f} forward passes per token")
     return row
 
 
+def with_draft_model(engine: Engine) -> Engine:
+    """Return an engine of the same weights whose draft model is their int4 copy."""
+    copy = Engine.random(engine.config, "data=1", "float32", quantize="int4")
+    return Engine(engine.layout, engine.weights, draft=copy.runner)
+
+
+def prompt_lookup_table(record: Mapping[str, Any]) -> str:
+    """Convert a record to a Markdown table with a row per workload and number of drafts."""
+    lines = [
+        "| workload | drafts per pass | passes/token | accepted per pass | equal prompts |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in record["results"]:
+        equal = f"{row['equal']} of {row['prompts']}" if "prompts" in row else "no model runs"
+        lines.append(
+            f"| {row['workload']} | {row['drafts']} | {row['forwards_per_token']:.3f} | {row['accepted_per_pass']:.2f} "
+            f"| {equal} |"
+        )
+    return "\n".join([*lines, "", f"{record['kind'].capitalize()}: `{record['command']}`."])
+
+
 def main(values: flags.FlagValues) -> None:
-    """Measure both workloads with each number of drafts, and write the record."""
+    """Measure all workloads with each number of drafts, and write the record."""
     counts = integers("drafts", values.drafts)
     if wrong := [count for count in counts if count < 1]:
         raise InputError(f"--drafts: {wrong[0]} is not at least 1", field="drafts")
@@ -161,9 +195,11 @@ def main(values: flags.FlagValues) -> None:
     prompts = [prompt for prompt, _ in tokens[: values.rows]]
     model = parse_config(folder.config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
     engine, greedy = Engine.random(model, "data=1", "float32"), SamplingConfig(max_new_tokens=values.new_tokens)
+    engines = {"prompt_lookup": engine, "draft_tokens": with_draft_model(engine)}
     results = [measure_editing(tokens, drafts) for drafts in counts]
-    for config in (greedy, greedy.replace(**_SAMPLED)):
-        results += measure_random(engine, prompts, config, counts)
+    for parameter, own in engines.items():
+        for config in (greedy, greedy.replace(**_SAMPLED)):
+            results += measure_random(own, prompts, config, counts, parameter)
     record = build_record(
         "prompt_lookup",
         kind=kind_of_devices(jax.devices()),

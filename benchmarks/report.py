@@ -30,6 +30,7 @@ from benchmarks.first_text import first_text_table
 from benchmarks.gpu_passes.__main__ import gpu_passes_table
 from benchmarks.mode_tables import modes_table
 from benchmarks.overload import overload_table
+from benchmarks.prompt_lookup import prompt_lookup_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling
 from benchmarks.schedule import schedule_table
@@ -99,6 +100,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "compare_torch on a GPU": (
         comparison_table,
         "other canvases and numbers of rows; PyTorch with CUDA graphs or torch.compile, which launch kernels faster.",
+    ),
+    "prompt_lookup": (
+        prompt_lookup_table,
+        "time; text of a trained autoregressive model; a draft model that is smaller than the model.",
     ),
     "serve": (
         serve_tables,

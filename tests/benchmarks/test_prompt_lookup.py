@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks.prompt_lookup import edits, margin, passes_to_write, scores_of
+from benchmarks.prompt_lookup import edits, margin, measure_random, passes_to_write, scores_of, with_draft_model
 from runtime import Engine, SamplingConfig
 from runtime.decoding.prompt_lookup import look_up
 from tests.golden_cases import FOLDER
@@ -23,6 +23,23 @@ from tests.golden_cases import FOLDER
 )
 def test_passes_to_write_a_text(prompt: list[int], new: list[int], passes: int) -> None:
     assert passes_to_write(prompt, new, partial(look_up, 2)) == passes
+
+
+def test_passes_to_write_a_text_are_those_of_an_engine_that_writes_it() -> None:
+    engine, prompt = Engine.load(FOLDER.parent / "qwen3_tiny", "tensor=1"), [5, 6, 7]
+    found = engine.generate_tokens([prompt], None, SamplingConfig(40, prompt_lookup=3))
+    assert (
+        passes_to_write(prompt, found.sequences[0, len(prompt) :].tolist(), partial(look_up, 3)) == found.stats.forwards
+    )
+    assert found.stats.forwards < 40
+
+
+def test_a_draft_model_of_the_same_weights_saves_passes() -> None:
+    config = Engine.load(FOLDER.parent / "qwen3_tiny", "tensor=1").config
+    engine = with_draft_model(Engine.random(config, "data=1", "float32"))
+    (row,) = measure_random(engine, [[5, 6, 7]], SamplingConfig(24), [3], "draft_tokens")
+    assert (row["workload"], row["equal"]) == ("draft model, greedy", 1)
+    assert row["forwards_per_token"] < 0.6
 
 
 def test_edits_rename_a_parameter() -> None:
