@@ -110,7 +110,7 @@ def _canvas(rows: int, positions: int) -> dict[str, Any]:
     return {"batch": rows, "prompt": half, "new_tokens": half, "steps": half}
 
 
-_INT8 = {"quantization": "int8"}
+_INT8, _INT4 = {"quantization": "int8"}, {"quantization": "int4"}
 _BLOCKS = {"cache": "dual"}
 TARGETS = {
     "v5e-t8-b1": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 512), 8.5, tuned=True),
@@ -134,10 +134,15 @@ TARGETS = {
     "v5p-t4-block": Target("v5p:2x2x1", "tensor=4", "block step", _canvas(16, 1024) | _BLOCKS),
     "v5p-t4-prefill": Target("v5p:2x2x1", "tensor=4", "prefill", _canvas(32, 1024) | _QWEN),
     "v5p-t4-decode": Target("v5p:2x2x1", "tensor=4", "decode", _canvas(32, 1024) | _QWEN),
+    "v5e-decode-int8": Target("v5e:1x1", "data=1", "decode", _canvas(1, 512) | _QWEN | _INT8),
+    "v5e-decode-int4": Target("v5e:1x1", "data=1", "decode", _canvas(1, 512) | _QWEN | _INT4),
     "h200-b1": Target("1xh200", "data=1", _STEP, _canvas(1, 512), 12.5),
     "h200-block": Target("1xh200", "data=1", "block step", _canvas(1, 512) | _BLOCKS, 4.5),
     "h200-decode": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN, 4),
     "h200-decode-int8": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN | _INT8, 2.2),
+    "h200-decode-int4": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN | _INT4),
+    "h200-decode-b8-int8": Target("1xh200", "data=1", "decode", _canvas(8, 512) | _QWEN | _INT8),
+    "h200-decode-b8-int4": Target("1xh200", "data=1", "decode", _canvas(8, 512) | _QWEN | _INT4),
 }
 
 

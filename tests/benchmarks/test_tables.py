@@ -83,43 +83,36 @@ def test_the_summary_beside_pytorch() -> None:
     assert len(earlier.splitlines()) == 2, "PyTorch did not run in the faster of its libraries"
 
 
-def test_the_grid_of_a_run_that_was_cut_short_in_it() -> None:
-    def row(name: str) -> dict[str, Any]:
-        numbers = {"mean": 2.0, "deviation": 0.1, "minimum": 1.9, "maximum": 2.1, "trials": 2, "not_run": None}
-        facts = {"mfu": 0.5, "efficiency": 1.0}
-        return {"section": GRID, "name": name, "unit": "ms", "facts": facts, **numbers}
+def grid_row(length: int, batch: int, efficiency: float) -> dict[str, Any]:
+    """A row of the suite's grid of lengths and batches."""
+    numbers = {"mean": 2.0, "deviation": 0.1, "minimum": 1.9, "maximum": 2.1, "trials": 2, "not_run": None}
+    facts = {"mfu": 0.5, "efficiency": efficiency}
+    return {"section": GRID, "name": grid_name(length, batch), "unit": "ms", "facts": facts, **numbers}
 
-    record = {
+
+def suite_record(rows: list[dict[str, Any]], acceptance: list[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
+    return {
         "kind": "measured",
         "command": "python -m benchmarks.suite",
         "settings": {"model": "a", "parameters": 1, "dtype": "float32", "mesh": "data=1"},
         "versions": {},
         "machine": {"processor": "Some CPU", "platform": "cpu", "device_kind": "cpu", "device_count": 1, "cores": 2},
-        "results": {"rows": [row(grid_name(*one)) for one in ((128, 1), (128, 2), (256, 1))], "acceptance": []},
-        "notes": ["cut short by KeyboardInterrupt"],
+        "results": {"rows": rows, "acceptance": acceptance},
+        "notes": notes,
     }
-    lines = suite_tables(record).splitlines()
+
+
+def test_the_grid_of_a_run_that_was_cut_short_in_it() -> None:
+    rows = [grid_row(*one, 1.0) for one in ((128, 1), (128, 2), (256, 1))]
+    lines = suite_tables(suite_record(rows, [], ["cut short by KeyboardInterrupt"])).splitlines()
     assert "| 128 | 2 ± 0.1, 1.00, 50% | 2 ± 0.1, 1.00, 50% |" in lines
     assert "| 256 | 2 ± 0.1, 1.00, 50% | not run |" in lines
     assert lines[-1] == "Note: cut short by KeyboardInterrupt."
 
 
 def test_batching_is_judged_by_every_length_in_earlier_records_too() -> None:
-    def row(length: int, batch: int, efficiency: float) -> dict[str, Any]:
-        numbers = {"mean": 2.0, "deviation": 0.1, "minimum": 1.9, "maximum": 2.1, "trials": 2, "not_run": None}
-        facts = {"mfu": 0.5, "efficiency": efficiency}
-        return {"section": GRID, "name": grid_name(length, batch), "unit": "ms", "facts": facts, **numbers}
-
     item = {"what": "batching speeds up forward passes of the shortest length", "ticked": True, "why": "not run: why"}
-    record = {
-        "kind": "measured",
-        "command": "python -m benchmarks.suite",
-        "settings": {"model": "a", "parameters": 1, "dtype": "float32", "mesh": "data=1"},
-        "versions": {},
-        "machine": {"processor": "Some CPU", "platform": "cpu", "device_kind": "cpu", "device_count": 1, "cores": 2},
-        "results": {"rows": [row(128, 2, 1.5), row(256, 2, 0.9)], "acceptance": [item]},
-        "notes": [],
-    }
+    record = suite_record([grid_row(128, 2, 1.5), grid_row(256, 2, 0.9)], [item], [])
     assert suite_tables(record).splitlines()[-1] == (
         "- [ ] batching speeds up forward passes of every length: 1 of 2 lengths; tokens per second relative to "
         "batch 1: 128 tokens: 1.50 at batch 2; 256 tokens: 0.90 at batch 2"

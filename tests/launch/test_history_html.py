@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,17 @@ def text_of(found, tag):
 
 
 @pytest.mark.slow
+@contextmanager
+def chromium():
+    """Run a browser that Playwright drives."""
+    api = pytest.importorskip("playwright.sync_api")
+    with (
+        api.sync_playwright() as driver,
+        driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+    ):
+        yield browser
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 class TestBrowser:
     @pytest.mark.parametrize(
@@ -193,11 +205,7 @@ class TestBrowser:
     def test_it_opens_at_the_first_step_and_plays(self, tmp_path):
         path = tmp_path / "page.html"
         write_history_html(path, [small_row()], title="A page", settings={})
-        api = pytest.importorskip("playwright.sync_api")
-        with (
-            api.sync_playwright() as driver,
-            driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
-        ):
+        with chromium() as browser:
             page = browser.new_page()
             page.goto(path.as_uri())
             page.wait_for_selector("html[data-step='4']")
@@ -213,11 +221,7 @@ class TestBrowser:
         write_history_html(
             path, [small_row(), hostile_row()], title="A page of " + "a_long_name" * 8, settings=settings
         )
-        api = pytest.importorskip("playwright.sync_api")
-        with (
-            api.sync_playwright() as driver,
-            driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
-        ):
+        with chromium() as browser:
             colours = {}
             for width in (360, 1280):
                 for scheme in ("light", "dark"):
@@ -235,11 +239,7 @@ class TestBrowser:
         """Widths do not reveal the words behind masks; tokens have the same monospaced font."""
         path = tmp_path / "page.html"
         write_history_html(path, [small_row()], title="A page", settings={})
-        api = pytest.importorskip("playwright.sync_api")
-        with (
-            api.sync_playwright() as driver,
-            driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
-        ):
+        with chromium() as browser:
             page = browser.new_page()
             page.goto(f"{path.as_uri()}#step=0")
             found = page.eval_on_selector_all(".masked", "all => all.map(one => one.getBoundingClientRect().width)")
