@@ -278,12 +278,11 @@ def schedule_table(record: Mapping[str, Any]) -> str:
     for result in record["results"].values():
         now, before = result["now"], result.get("before")
         modelled = ", *modelled*" if parse_topology(result["topology"]).chip.platform == "gpu" else ""
-        weights = ", int8" if result.get("quantization") == "int8" else ""
         parts = [f"{part} {value:.1f}" for part, value in now["parts"].items()][:_SHOWN]
         role = "not fitted to it" if modelled else "tuned" if result["tuned"] else "judged"
         cells = [
             f"{result['topology']}, {result['mesh']}{modelled}",
-            result["pass"] + weights,
+            _pass_name(result),
             f"{result['batch']} of {result['prompt'] + result['new_tokens']}",
             f"{before['ms']:.1f} (planned {before['planned_ms']:.1f})" if before else "",
             f"{now['ms']:.1f}",
@@ -306,17 +305,25 @@ def schedule_table(record: Mapping[str, Any]) -> str:
         "the programs that are marked *tuned*, and judged by the others. For GPUs they are fitted to measured passes "
         "instead, which take longer than the model says: its rates are those of the largest products and copies.",
     ]
+    commits = {result["now"]["commit"][:7]: None for result in record["results"].values()}
+    if len(commits) > 1:
+        lines += ["", f"The programs were compiled at commits {', '.join(f'`{commit}`' for commit in commits)}."]
     lines += ["", "Goals that are missed, with the instructions that take the time, in milliseconds:", ""]
     for result in record["results"].values():
         if result["goal_ms"] and result["now"]["ms"] > result["goal_ms"]:
             slowest = ", ".join(_instruction(one) for one in result["now"]["largest"][:_SLOWEST])
-            weights = ", int8" if result.get("quantization") == "int8" else ""
             shape = f"{result['batch']} of {result['prompt'] + result['new_tokens']}"
             lines.append(
-                f"- {result['topology']}, {result['mesh']}, {result['pass']}{weights}, {shape}: "
+                f"- {result['topology']}, {result['mesh']}, {_pass_name(result)}, {shape}: "
                 f"{result['now']['ms']:.1f} of {result['goal_ms']:g}. {slowest}."
             )
     return "\n".join([*lines, *note_lines(record)])
+
+
+def _pass_name(result: Mapping[str, Any]) -> str:
+    """Return the name of a result's pass, with the quantization of the weights if there is one."""
+    quantization = result.get("quantization", "none")
+    return str(result["pass"]) + ("" if quantization == "none" else f", {quantization}")
 
 
 def _instruction(one: Mapping[str, Any]) -> str:
