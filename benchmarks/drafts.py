@@ -90,6 +90,9 @@ MODES = {
     "exact_sampled_stop": Mode({**_PUBLISHED, "early_stop": True}),
     "threshold": Mode(_THRESHOLD),
     "factor": Mode({**_THRESHOLD, "parallel": "factor"}),
+    "frechet": Mode({**_THRESHOLD, "parallel": "frechet"}),
+    "entropy_bound": Mode({**_THRESHOLD, "parallel": "entropy_bound"}),
+    "origin": Mode({**_PUBLISHED, "algorithm": "origin"}),
     "prefix_threshold": Mode({"cache": "prefix", **_THRESHOLD}),
     "dual_threshold": Mode(_DUAL),
     "exact_greedy_bfloat16": Mode(drafts=(3,), dtype="bfloat16"),
@@ -97,8 +100,8 @@ MODES = {
     "dual_threshold_int8": Mode(_DUAL, drafts=(3,), quantize="int8", kv_cache="int8"),
 }
 # The modes whose guesses depend on the constant that is tuned, its values, and the number of drafts.
-TUNED, TUNED_DRAFTS = ("threshold", "factor", "prefix_threshold", "dual_threshold"), 3
-SCALES = (0.5, 0.7, 0.8, 0.9, 1.0)
+TUNED, TUNED_DRAFTS = ("threshold", "factor", "frechet", "prefix_threshold", "dual_threshold"), 3
+SCALES = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1)
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -169,6 +169,28 @@ def with_backend(torch: Any, model: Any, backend: str) -> Any:
     return run_in_onednn(torch, copy.deepcopy(model, {id(weight): weight for weight in model.parameters()}))
 
 
+def wider_copy(model: Any, dtype: str, rope_theta: float) -> Any:
+    """Return a copy of a model of the Qwen2 family in a wider dtype.
+
+    Rotary angles are float32 in transformers, whatever the model's dtype. In a copy in float64 they are float64 too.
+    """
+    import torch
+
+    class Rotary(torch.nn.Module):
+        def forward(self, x: Any, position_ids: Any) -> tuple[Any, Any]:
+            half = config.head_dim // 2
+            frequencies = rope_theta ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
+            angles = position_ids[..., None].to(x.dtype) * frequencies
+            angles = torch.cat([angles, angles], dim=-1)
+            return angles.cos(), angles.sin()
+
+    copied = copy.deepcopy(model).to(getattr(torch, dtype))
+    config = copied.config
+    if dtype == "float64":
+        copied.model.rotary_emb = Rotary()
+    return copied
+
+
 def greedy_generate(model: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
     """Greedy generation by transformers with its cache: int64 ``[B, P]`` -> ``[B, P + new_tokens]``."""
     import torch

@@ -68,8 +68,11 @@ def agreement(row: Mapping[str, Any]) -> str:
     """Return in words how well the results of both libraries agree."""
     if "relative_difference_of_logits" in row:
         far = "" if row["agrees"] else " (TOO FAR)"
-        distance = row.get("distance_from_float32")  # earlier records have none
-        exact = f", {distance['jax']:.1e} and {distance['torch']:.1e} from float32" if distance else ""
+        exact = "".join(
+            f", {row[name]['jax']:.1e} and {row[name]['torch']:.1e} from {dtype}"
+            for dtype in ("float32", "float64")
+            if (name := f"distance_from_{dtype}") in row
+        )
         return f"logits {row['relative_difference_of_logits']:.1e} apart{exact}{far}"
     steps = f" in {row['compared_steps']} greedy steps" if row.get("compared_steps") else ""
     text = f"{row['share_of_equal_new_tokens']:.1%} of tokens equal{steps}"

@@ -1,8 +1,8 @@
 """Measure passes of a model on a GPU: beside the times that `benchmarks.schedule` models, and with another checkout.
 
-  python -m benchmarks.gpu_passes                      a denoise step, a block step and decoded tokens of the 7.6B shape
+  python -m benchmarks.gpu_passes                      a denoise step, a block step, and decoding of the 7.6B shape
   python -m benchmarks.gpu_passes --old=../old         another checkout too, taking turns
-  python -m benchmarks.gpu_passes --passes='int8 decode' --record=gpu_passes_int8         some of the passes
+  python -m benchmarks.gpu_passes --passes='int8 decode,int4 decode' --record=quantized   some of the passes
   python -m benchmarks.gpu_passes --random=demo --canvas=128 --trials=2    a trial of the command itself
 
 Weights are random. A pass's time is that of a generation, without its passes of other kinds, divided by the number of
@@ -55,7 +55,7 @@ class Pass:
     Attributes:
       name: its name in the record.
       target: the target of ``benchmarks.schedule`` that models it.
-      model: ``diffusion``, ``causal`` or ``int8``.
+      model: ``diffusion``, ``causal``, ``int8`` or ``int4``.
       share: share of the canvas that is generated.
     """
 
@@ -84,6 +84,7 @@ PASSES = (
     Pass("block step", "h200-block", "diffusion", 0.5),
     Pass("decode", "h200-decode", "causal", 0.5),
     Pass("int8 decode", "h200-decode-int8", "int8", 0.5),
+    Pass("int4 decode", "h200-decode-int4", "int4", 0.5),
 )
 
 
@@ -110,7 +111,8 @@ def models(values: flags.FlagValues) -> dict[str, dict[str, Any]]:
     return {
         name: {"config": checkpoint_config(sizes, values.dtype, family), "dtype": values.dtype, "quantize": quantize}
         for name, family, quantize in (
-            ("diffusion", DIFFUSION, "none"), ("causal", CAUSAL, "none"), ("int8", CAUSAL, "int8")
+            ("diffusion", DIFFUSION, "none"), ("causal", CAUSAL, "none"), ("int8", CAUSAL, "int8"),
+            ("int4", CAUSAL, "int4"),
         )
     }  # fmt: skip
 
@@ -241,9 +243,11 @@ def main(values: flags.FlagValues) -> None:
     ):
         folder = Path(values.profile_dir or temporary)
         for one in [one for one in PASSES if one.name in values.passes]:
-            found = measure(both, one, values.canvas, values.trials, folder, values.dump_hlo)
+            # Checkouts from before 2026-11-26 have no int4.
+            sides = {"new": both["new"]} if one.model == "int4" else both
+            found = measure(sides, one, values.canvas, values.trials, folder, values.dump_hlo)
             rows.append({"pass": one.name, "modelled": expected.get(one.target, {})} | found)
-            for name in both:
+            for name in sides:
                 timing, gpu = found[name]["timing"], found[name].get("gpu", "")
                 print(f"{one.name} {name}: {timing.median:.3f} ms {gpu}", flush=True)
             path = write(values, settings, rows, notes)

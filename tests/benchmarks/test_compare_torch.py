@@ -110,13 +110,18 @@ def test_a_process_per_number_of_cores_and_one_per_library_for_memory(
     assert "| autoregressive | mid-size | batch 2, prompt 8, new tokens 4 | 2 | 2 | 1.00 |" in text
 
 
-def test_logits_in_bfloat16_are_judged_by_those_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_rows.TOLERANCE, "bfloat16", 0.0)
-    (row,) = run_here(tmp_path, "--parts=forward", "--dtype=bfloat16")["results"]["forward"]
-    distance = row["distance_from_float32"]
-    assert 0 < distance["torch"] < 0.05
+@pytest.mark.parametrize(("dtype", "wider", "rounding"), [("bfloat16", "float32", 0.05), ("float32", "float64", 1e-5)])
+def test_logits_that_are_apart_are_judged_by_a_wider_dtype(
+    dtype: str, wider: str, rounding: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(torch_rows.TOLERANCE, dtype, 0.0)
+    (row,) = run_here(tmp_path, "--parts=forward", f"--dtype={dtype}")["results"]["forward"]
+    distance = row[f"distance_from_{wider}"]
+    assert 0 < distance["torch"] < rounding
+    assert 0 < distance["jax"] < rounding
     assert row["agrees"] == (distance["jax"] <= 1.1 * distance["torch"])
     assert agreement(row).count("e-0") == 3
+    assert f"from {wider}" in agreement(row)
 
 
 @pytest.mark.slow

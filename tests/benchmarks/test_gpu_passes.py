@@ -30,11 +30,12 @@ MODELS = {
 def test_conditions_are_those_of_the_schedule() -> None:
     for one in PASSES:
         target, whole = TARGETS[one.target], one.generations(512)["whole"]
-        assert target.phase == one.name.removeprefix("int8 ")
+        assert target.phase == one.name.removeprefix(f"{one.model} ")
         assert whole["prompt"] + whole["new_tokens"] == target.workload["prompt"] + target.workload["new_tokens"]
         assert whole["rows"] == target.workload["batch"]
         assert (whole["block_length"] is not None) == (target.workload.get("cache") == "dual")
-        assert (one.model == "int8") == (target.workload.get("quantization") == "int8")
+        expected = one.model if one.model.startswith("int") else "none"
+        assert target.workload.get("quantization", "none") == expected
     assert PASSES[0].generations(512)["whole"]["new_tokens"] == 128
 
 
