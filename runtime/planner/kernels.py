@@ -1,8 +1,8 @@
 """How long the kernels of a forward pass take on the matrix and vector units of a TPU, and on a GPU.
 
 The constants of TPUs are fitted to the schedules of compiled programs that ``benchmarks/results/schedule.json`` marks
-as tuned; those of GPUs to passes measured on one H200 (``benchmarks/results/gpu_passes.json`` and
-``gpu_passes_int8.json``), and are assumed for other GPUs.
+as tuned; those of GPUs to passes measured on one H200 (``benchmarks/results/gpu_passes.json``), and are assumed for
+other GPUs.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _UNPACK_OPS = 9
 _CHOICE_OPS, _CANDIDATE_OPS = 310, 50 / 7
 
 # On a GPU, the fraction of peak arithmetic that products of many rows reach, with the small kernels between them, and
-# the fractions of the memory's bandwidth at which products of few rows read weights, by their quantization (assumed for
-# int4), and at which tokens are chosen.
+# the fractions of the memory's bandwidth at which products of few rows read weights, by their quantization, and at which
+# tokens are chosen.
 GPU_PRODUCTS, GPU_CHOICE = 0.6, 0.4
-GPU_WEIGHTS = {"none": 0.7, "int8": 0.47, "int4": 0.47}
+GPU_WEIGHTS = {"none": 0.7, "int8": 0.47, "int4": 0.22}
 
 # Seconds from the end of a GPU kernel to the start of the next (assumed), and kernels of a layer and of a pass of the
 # threshold search, counted in programs that were compiled for H200.

@@ -30,8 +30,8 @@ def planned_ms(name: str, chunks: float | None = None, **workload: Any) -> float
 
 
 def measured_passes() -> dict[str, float]:
-    records = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("gpu_passes", "gpu_passes_int8")]
-    return {row["pass"]: row["new"]["timing"]["median"] for record in records for row in record["results"]}
+    record = json.loads((RESULTS / "gpu_passes.json").read_text())
+    return {row["pass"]: row["new"]["timing"]["median"] for row in record["results"]}
 
 
 def measured_in_suite(name: str) -> float:
@@ -46,7 +46,9 @@ def test_passes_that_the_constants_are_fitted_to() -> None:
     assert planned_ms("denoise step", 1, **_HALF) == pytest.approx(measured["denoise step"], rel=0.1)
     assert planned_ms("block step", cache="dual", **_HALF) == pytest.approx(measured["block step"], rel=0.1)
     assert planned_ms("decode", **_HALF) == pytest.approx(measured["decode"], rel=0.1)
-    assert planned_ms("decode", quantization="int8", **_HALF) == pytest.approx(measured["decode, int8"], rel=0.1)
+    for quantization in ("int8", "int4"):
+        planned = planned_ms("decode", quantization=quantization, **_HALF)
+        assert planned == pytest.approx(measured[f"{quantization} decode"], rel=0.1)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
