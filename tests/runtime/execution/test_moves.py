@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from runtime import (
 )
 from runtime.execution.cache_programs import abstract_taken_row, lower_put_row, lower_take_row
 from runtime.execution.row_request import RowRequest, RowResult
+from runtime.execution.rows import with_model_blocks
 from runtime.execution.runner import PROMPT_CHUNKS, Runner
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import Slots
@@ -34,6 +36,7 @@ from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests import golden_cases
 from tests.runtime.execution.test_offline import alone, autoregressive, prompts, qwen2
+from tests.runtime.models.test_dreamon import lively_folder
 
 __all__ = ["qwen2"]
 
@@ -49,6 +52,14 @@ DIFFUSION: dict[str, DiffusionConfig] = {
         cache="dual", block_length=4, parallel="threshold", threshold=0.2, algorithm="maskgit_plus", temperature=0.0
     ),
     "prefix": BASE.replace(cache="prefix", block_length=4, refresh_interval=3),
+    "drafts": BASE.replace(draft_steps=2),
+    "drafted dual": BASE.replace(cache="dual", block_length=4, refresh_blocks=0, draft_steps=2),
+}
+# Modes of other families: their golden model, and settings.
+FAMILIES: dict[str, tuple[str, DiffusionConfig]] = {
+    "guidance": ("llada_tiny", BASE.replace(algorithm="low_confidence", cfg_scale=1.2)),
+    "lengths that change": ("dreamon_tiny", BASE),
+    "exact cache": ("sdar_tiny", BASE.replace(algorithm="maskgit_plus", cache="exact", block_length=4)),
 }
 MESHES = ("tensor=1", "data=2", "sequence=2", "tensor=2", "data=2,sequence=2,tensor=2")
 EVERYWHERE = [
@@ -115,14 +126,20 @@ class Shuffled:
         return made
 
 
+def one_step_each(config: DiffusionConfig | SamplingConfig, count: int) -> dict[str, int]:
+    """Models whose canvas changes its length have no other number of steps."""
+    return {"steps": count} if isinstance(config, DiffusionConfig) and config.variable_length else {}
+
+
 def check(
     engine: Engine, single: Engine, config: DiffusionConfig | SamplingConfig, counts: tuple[int, ...] = (1, 2)
 ) -> None:
     masked = None if engine.config.objective == "autoregressive" else engine.config.mask_token_id
     rows = prompts(engine.config.vocab_size, masked)[:4]
     new = (12, 5, 25, 20)
+    config = with_model_blocks(config, engine.config)
     requests = [
-        RowRequest(row, config.replace(max_new_tokens=count), seed=number * 7919)
+        RowRequest(row, config.replace(max_new_tokens=count, **one_step_each(config, count)), seed=number * 7919)
         for number, (row, count) in enumerate(zip(rows, new, strict=True))
     ]
     shuffled = Shuffled(engine.runner, generalized(config), 5, counts)
@@ -141,6 +158,15 @@ def check(
 @pytest.mark.parametrize(("mesh", "mode"), EVERYWHERE)
 def test_diffusion_rows_that_move_before_every_iteration(mesh: str, mode: str) -> None:
     check(golden_cases.engine(mesh), golden_cases.engine("tensor=1"), DIFFUSION[mode])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", FAMILIES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_rows_of_other_families_that_move_before_every_iteration(mesh: str, mode: str, tmp_path: Path) -> None:
+    name, config = FAMILIES[mode]
+    folder = lively_folder(tmp_path) if name == "dreamon_tiny" else golden_cases.FOLDER.parent / name
+    check(golden_cases.engine(mesh, folder), golden_cases.engine("tensor=1", folder), config)
 
 
 def test_rows_that_move_before_every_iteration_on_a_mesh_with_two_axes() -> None:

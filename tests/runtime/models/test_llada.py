@@ -221,3 +221,25 @@ def test_requests_of_another_family_are_refused() -> None:
         dream.generate_tokens(ids, mask, DiffusionConfig(8, cfg_scale=1.0))
     published = DiffusionConfig(8, steps=8, algorithm="low_confidence", block_length=32)
     assert engine().published(max_new_tokens=8) == published
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache": "dual"},
+        pytest.param({"cache": "prefix", "refresh_blocks": 2}, marks=pytest.mark.slow),
+        pytest.param({"cache": "dual", "parallel": "threshold", "threshold": 0.3}, marks=pytest.mark.slow),
+        pytest.param({"cache": "dual", "temperature": 0.6, "seed": 3}, marks=pytest.mark.slow),
+        pytest.param({"cfg_scale": 1.2}, marks=pytest.mark.slow),
+    ],
+    ids=["dual", "prefix", "threshold", "sampled", "guided"],
+)
+def test_drafts_change_nothing(changes: dict[str, Any]) -> None:
+    ids, mask = prompts()
+    config = PLAIN.replace(log_probabilities=True, **changes)
+    plain = engine().generate_tokens(ids, mask, config, history=True)
+    found = engine().generate_tokens(ids, mask, config.replace(draft_steps=3), history=True)
+    np.testing.assert_array_equal(found.sequences, plain.sequences)
+    np.testing.assert_array_equal(found.history, plain.history)
+    np.testing.assert_allclose(found.log_probabilities, plain.log_probabilities, atol=1e-4)
+    assert found.stats.accepted_steps > 0
