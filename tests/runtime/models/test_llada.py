@@ -241,5 +241,7 @@ def test_drafts_change_nothing(changes: dict[str, Any]) -> None:
     found = engine().generate_tokens(ids, mask, config.replace(draft_steps=3), history=True)
     np.testing.assert_array_equal(found.sequences, plain.sequences)
     np.testing.assert_array_equal(found.history, plain.history)
+    assert found.log_probabilities is not None
+    assert plain.log_probabilities is not None
     np.testing.assert_allclose(found.log_probabilities, plain.log_probabilities, atol=1e-4)
     assert found.stats.accepted_steps > 0
