@@ -22,6 +22,7 @@ from absl import flags
 
 from benchmarks.attention import attention_table
 from benchmarks.autoregressive import autoregressive_table
+from benchmarks.compile_times import compile_times_table
 from benchmarks.demo_quality import demo_quality_table
 from benchmarks.drafts import drafts_table
 from benchmarks.families import families_table
@@ -58,6 +59,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         comparison_table,
         "a GPU or TPU; models of billions of parameters; PyTorch with torch.compile, with an inference server, or with "
         "another decoding loop than the published one.",
+    ),
+    "compile_times": (
+        compile_times_table,
+        "programs of several devices, which also divide collectives; a GPU that tries kernels while it compiles.",
     ),
     "demo_quality": (
         demo_quality_table,
