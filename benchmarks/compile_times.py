@@ -73,8 +73,8 @@ def compile_times_table(record: dict[str, Any]) -> str:
         lines.append(f"| {target} | {' | '.join(cells)} |")
     settings, machine, versions = record["settings"], record["machine"], record["versions"]
     made = (
-        f"Measured: a denoise step of {settings['model']}, {settings['layers']} layers, {settings['dtype']}, one row of "
-        f"{settings['canvas']} positions on one device, jax {versions['jax']}, {machine['processor']}, "
+        f"Measured: a denoise step of {settings['model']}, {settings['layers']} layers, {settings['dtype']}, one row "
+        f"of {settings['canvas']} positions on one device, jax {versions['jax']}, {machine['processor']}, "
         f"{settings['trials']} trials: median, minimum and maximum."
     )
     return "\n".join([*lines, "", made, *note_lines(record)])

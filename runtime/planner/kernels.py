@@ -40,8 +40,8 @@ _UNPACK_OPS = 9
 _CHOICE_OPS, _CANDIDATE_OPS = 310, 50 / 7
 
 # On a GPU, the fraction of peak arithmetic that products of many rows reach, with the small kernels between them, and
-# the fractions of the memory's bandwidth at which products of few rows read weights, by their quantization, and at which
-# tokens are chosen.
+# the fractions of the memory's bandwidth at which products of few rows read weights, by their quantization, and at
+# which tokens are chosen.
 GPU_PRODUCTS, GPU_CHOICE = 0.6, 0.4
 GPU_WEIGHTS = {"none": 0.7, "int8": 0.47, "int4": 0.22}
 
