@@ -99,7 +99,7 @@ class Attention:
             attend = jax.jit(partial(dot_product_attention, "xla", model_layout(config)))
             with mock.patch.dict(xla_attention.SCORES_AT_ONCE, {platform: limit}):
                 programs[way] = attend.lower(*arguments).compile()
-        block = xla_attention.query_block(platform, batch, config.num_heads, canvas, canvas)
+        block = xla_attention.query_block(platform, batch, config.num_heads, groups, canvas, canvas)
         return cls(programs, arguments, block)
 
     def difference(self) -> float:

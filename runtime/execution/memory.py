@@ -249,11 +249,12 @@ def _attention_operands(layout: ModelLayout, item: int, shape: PassShape) -> lis
 def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> list[_Arrays]:
     """Return the arrays of XLA attention: all scores, or one block's scores and the arrays that all blocks read."""
     heads, positions = layout.query_heads_per_device, shape.computed * shape.positions
-    block = query_block(device.platform, shape.computed, heads, shape.positions, shape.keys)
+    per_kv = layout.size_per_device("queries_per_kv")
+    block = query_block(device.platform, shape.computed, heads, per_kv, shape.positions, shape.keys)
     if block is None:
         count, arrays = positions * heads, []
     else:
-        count = block * layout.size_per_device("queries_per_kv")
+        count = block * per_kv
         arrays = _live(layout.layer_cost.live_in_attention, positions, item, _FEWER_POSITIONS)
     return [("attention scores", 1, count * shape.keys * (_FLOAT + item), _FEWER_POSITIONS), *arrays]
 

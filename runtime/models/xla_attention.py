@@ -20,12 +20,14 @@ from sharding.rules import Dimension
 
 Array = jax.Array
 
-# Maximum number of queries per block, for one KV head of one row.
-BLOCK = 256
+# Maximum number of queries per block, for one KV head of one row; and the number from which products are fast.
+BLOCK, LEAST_BLOCK = 256, 16
 # Scores (float32, per device) are computed all at once up to this many bytes. On CPU, larger arrays no longer fit into
 # its caches, so blocks are faster. On other platforms one large product is faster, and memory sets the limit.
 SCORES_AT_ONCE = {"cpu": 4 << 20}
 SCORES_AT_ONCE_DEFAULT = 256 << 20
+# Maximum bytes of a block's scores on CPU.
+SCORES_OF_BLOCK = 4 << 20
 
 
 class AttentionPart(NamedTuple):
@@ -43,21 +45,25 @@ class AttentionPart(NamedTuple):
     total: Array
 
 
-def query_block(platform: str, rows: int, query_heads: int, queries: int, keys: int) -> int | None:
+def query_block(platform: str, rows: int, query_heads: int, queries_per_kv: int, queries: int, keys: int) -> int | None:
     """Return how many queries of a row and KV head to compute at a time, or None to compute all scores at once.
 
     Args:
       platform: platform of the device.
       rows: rows per device.
       query_heads: query heads per device.
+      queries_per_kv: query heads per KV head and device.
       queries: query positions per device.
       keys: key positions per device.
     """
     scores = 4 * rows * query_heads * queries * keys
     if scores <= SCORES_AT_ONCE.get(platform, SCORES_AT_ONCE_DEFAULT):
         return None
+    largest = BLOCK
+    if platform == "cpu":
+        largest = min(BLOCK, max(LEAST_BLOCK, SCORES_OF_BLOCK // (4 * queries_per_kv * keys)))
     # Blocks of nearly equal size, so that the last one is not mostly padding.
-    return math.ceil(queries / math.ceil(queries / BLOCK))
+    return math.ceil(queries / math.ceil(queries / largest))
 
 
 def _visible(
@@ -95,6 +101,8 @@ def _attend(
     key_scales: Array | None,
     value_scales: Array | None,
     dtype: jnp.dtype | None = None,
+    *,
+    divide: bool,
 ) -> tuple[Array, Array, Array]:
     """Compute softmax attention of ``q`` ``[..., G, S, H]`` to ``k`` and ``v`` ``[..., T, H]``.
 
@@ -103,6 +111,8 @@ def _attend(
       visible: bool, which keys each query attends to; broadcasts against ``[..., G, S, T]``.
       key_scales, value_scales: ``[..., T]``, the factors of a quantized cache's keys and values; None otherwise.
       dtype: dtype of the output; None for that of ``q``.
+      divide: divide the weights by their sum. Otherwise the output, in float32, is to be divided by it, which takes one
+        pass over the weights less.
 
     Returns:
       The output ``[..., G, S, H]``; for each query, the largest score and the sum of ``exp(score - largest)``, both
@@ -117,10 +127,11 @@ def _attend(
     largest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True)
-    probabilities = weights / total
+    if divide:
+        weights = weights / total
     if value_scales is not None:
-        probabilities = probabilities * value_scales[..., None, None, :]
-    weighted = probabilities.astype(q.dtype)
+        weights = weights * value_scales[..., None, None, :]
+    weighted, dtype = weights.astype(q.dtype), dtype if divide else jnp.float32
     out = jnp.einsum("...gst,...th->...gsh", weighted, v, precision=precision, preferred_element_type=dtype)
     return out, largest, total
 
@@ -139,7 +150,8 @@ def _in_blocks(
     value_scales: Array | None,
     hidden: tuple[Array, Array] | None = None,
     *,
-    part: bool = False,
+    part: bool,
+    divide: bool,
 ) -> Array | AttentionPart:
     """Compute :func:`xla_attention` on one device's shards, looping over rows, KV heads and blocks of queries.
 
@@ -152,7 +164,9 @@ def _in_blocks(
       starts, lengths: int32 ``[B]``.
       key_scales, value_scales: ``[B, K, T]`` or None.
       hidden, part: compute :func:`attention_part` with this range of hidden keys, if ``part``.
+      divide: see :func:`_attend`.
     """
+    dtype = jnp.float32 if part else None
     B, S, K, G, H = q.shape
     blocks = math.ceil(S / block)
     if query_axes:
@@ -171,13 +185,15 @@ def _in_blocks(
 
             def one_block(of: tuple[Array, Array]) -> tuple[Array, ...]:
                 visible = _visible(mask, start + of[0] * block, jnp.arange(block), keys, length, masked)
-                return _attend(of[1], k, v, visible, key_scales, value_scales, jnp.float32 if part else None)
+                return _attend(of[1], k, v, visible, key_scales, value_scales, dtype, divide=divide)
 
             return jax.lax.map(one_block, (jnp.arange(blocks), q))
 
         return jax.lax.map(one_head, tuple(heads))
 
     found = AttentionPart(*jax.lax.map(one_row, (starts, lengths, hidden, q, k, v, key_scales, value_scales)))
+    if not divide:
+        found = found._replace(out=found.out / found.total)
     if key_axes:
         found = _merge_shards(key_axes, found)
 
@@ -290,24 +306,29 @@ def _on_layout(
     heads = K * G // rules.shards(("kv_heads", "queries_per_kv"), sizes)
     shape = [size // rules.shards(axis, sizes) for size, axis in ((B, "batch"), (S, queries), (T, keys))]
     platform = layout.mesh.devices.flat[0].platform if layout.mesh is not None else jax.default_backend()
-    block = query_block(platform, shape[0], heads, shape[1], shape[2])
+    # Elsewhere, the kernel before the product divides the weights, and takes no pass more.
+    divide = platform != "cpu"
+    block = query_block(platform, shape[0], heads, G // rules.shards("queries_per_kv", sizes), shape[1], shape[2])
     if block is None:
         # With the head axes first, each head is a plain matrix product. XLA on CPU runs this four times faster than the
         # original order of axes, with the same bits.
         visible = _visible(mask, starts, jnp.arange(S), jnp.arange(T), lengths, hidden)[:, None, None]
         dtype = jnp.float32 if part else None
-        found = _attend(q.transpose(0, 2, 3, 1, 4), k, v, visible, key_scales, value_scales, dtype)
+        q = q.transpose(0, 2, 3, 1, 4)
+        found = _attend(q, k, v, visible, key_scales, value_scales, dtype, divide=divide)
+        if not divide:
+            found = ((found[0] / found[2]).astype(dtype or q.dtype), *found[1:])
         ordered = [values.transpose(0, 3, 1, 2, 4) for values in (found if part else found[:1])]
         return AttentionPart(*ordered) if part else ordered[0]
     if layout.mesh is None or layout.mesh.size == 1:
-        return _in_blocks(mask, block, (), (), *arrays, part=part)
+        return _in_blocks(mask, block, (), (), *arrays, part=part, divide=divide)
     # The compiler would gather arrays that a loop over rows and heads slices, so each device loops over its own shard.
     rows, kept = rules.spec("batch"), rules.spec("batch", "kv_heads", keys, "head_dim")
     asked = rules.spec("batch", queries, "kv_heads", "queries_per_kv", "head_dim")
     scales = rules.spec("batch", "kv_heads", keys)
     asked_over, kept_over = (tuple(axis for axis in rules.mesh_axes(one) if sizes[axis] > 1) for one in (queries, keys))
     return jax.shard_map(
-        partial(_in_blocks, mask, block, asked_over, kept_over, part=part),
+        partial(_in_blocks, mask, block, asked_over, kept_over, part=part, divide=divide),
         mesh=layout.mesh,
         in_specs=(asked, kept, kept, rows, rows, scales, scales, rows),
         out_specs=asked,

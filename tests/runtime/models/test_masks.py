@@ -118,9 +118,17 @@ def test_scores_of_up_to_256_megabytes_are_computed_at_once(
     platform: str, rows: int, heads: int, queries: int, keys: int, block: int | None
 ) -> None:
     assert (4 * rows * heads * queries * keys <= 256 << 20) == (block is None)
-    assert xla_attention.query_block(platform, rows, heads, queries, keys) == block
     # The blocks of a row and KV head run one after the other, here with 7 query heads per KV head.
+    assert xla_attention.query_block(platform, rows, heads, 7, queries, keys) == block
     assert block is None or 4 * 7 * block * keys <= 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("per_kv", "canvas", "block"), [(4, 256, None), (4, 512, 256), (4, 2048, 128), (7, 2048, 71), (7, 65536, 16)]
+)
+def test_scores_of_a_block_on_cpu_fit_into_its_caches(per_kv: int, canvas: int, block: int | None) -> None:
+    assert xla_attention.query_block("cpu", 1, 2 * per_kv, per_kv, canvas, canvas) == block
+    assert block in (None, 16) or 4 * per_kv * block * canvas <= 4 << 20
 
 
 @pytest.mark.parametrize("mesh", MESHES)
