@@ -12,7 +12,6 @@ them on TPU. The record is benchmarks/results/compile_times.json.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -21,18 +20,19 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks.records import Timing, build_record, define_record_flags, load_notes, note_lines, write_record
-from launch.process.startup import run_launcher, this_host
+from launch.process.startup import compile_only, run_launcher, this_host
 from runtime import DiffusionConfig, model_layout
 from runtime.execution.programs import abstract_denoise, compiler_options, lower_denoise, widens_weights
 from runtime.execution.specialization import denoise_program
 from runtime.models.attention import choose_attention
 from runtime.models.forward import Forward
 from runtime.planner.presets import preset
-from sharding.aot import AOT_ENVIRONMENT, aot_devices, missing_compiler
+from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 
 _MODEL, _DTYPE, _CANVAS, _CHUNK = "diffucoder-7b", jnp.dtype(jnp.bfloat16), 512, 128
+_CACHE = "jax_enable_compilation_cache"
 TARGETS = {"cpu": None, "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "h200": "1xh200"}
 
 
@@ -57,9 +57,14 @@ def compile_once(devices: list[Any], scan: bool) -> float:
     program = denoise_program(config, layout.config, str(_DTYPE), chunk=_CHUNK, width=_CANVAS, span=config.steps)
     arguments = abstract_denoise(layout, 1, _CANVAS, config.steps, None)
     lowered = lower_denoise(Forward(layout, attention), program, layout.abstract_weights(_DTYPE), *arguments)
-    start = time.perf_counter()
-    lowered.compile(compiler_options=compiler_options(platform, widens_weights(layout, _DTYPE)))
-    return time.perf_counter() - start
+    options, cached = compiler_options(platform, widens_weights(layout, _DTYPE)), getattr(jax.config, _CACHE)
+    jax.config.update(_CACHE, False)
+    try:
+        start = time.perf_counter()
+        lowered.compile(compiler_options=options)
+        return time.perf_counter() - start
+    finally:
+        jax.config.update(_CACHE, cached)
 
 
 def compile_times_table(record: dict[str, Any]) -> str:
@@ -82,8 +87,7 @@ def compile_times_table(record: dict[str, Any]) -> str:
 
 def main(values: flags.FlagValues) -> None:
     """Compile every program in turn, print a line for each target, and write the record."""
-    os.environ.update(AOT_ENVIRONMENT)
-    jax.config.update("jax_enable_compilation_cache", False)
+    compile_only()
     notes, results = load_notes(), {}
     for target in values.targets:
         name = TARGETS[target]

@@ -44,6 +44,10 @@ class AttentionPart(NamedTuple):
     largest: Array
     total: Array
 
+    def divided(self) -> AttentionPart:
+        """Return the part with ``out`` divided by ``total``."""
+        return AttentionPart(self.out / self.total, self.largest, self.total)
+
 
 def query_block(platform: str, rows: int, query_heads: int, queries_per_kv: int, queries: int, keys: int) -> int | None:
     """Return how many queries of a row and KV head to compute at a time, or None to compute all scores at once.
@@ -169,11 +173,8 @@ def _in_blocks(
     dtype = jnp.float32 if part else None
     B, S, K, G, H = q.shape
     blocks = math.ceil(S / block)
-    if query_axes:
-        starts = starts + jax.lax.axis_index(query_axes) * S
-    keys = jnp.arange(k.shape[2])
-    if key_axes:
-        keys = keys + jax.lax.axis_index(key_axes) * k.shape[2]
+    starts = starts + _first_of_shard(query_axes, S)
+    keys = jnp.arange(k.shape[2]) + _first_of_shard(key_axes, k.shape[2])
     q = jnp.pad(q, ((0, 0), (0, blocks * block - S), (0, 0), (0, 0), (0, 0)))
     q = q.reshape(B, blocks, block, K, G, H).transpose(0, 3, 1, 4, 2, 5)
 
@@ -193,14 +194,22 @@ def _in_blocks(
 
     found = AttentionPart(*jax.lax.map(one_row, (starts, lengths, hidden, q, k, v, key_scales, value_scales)))
     if not divide:
-        found = found._replace(out=found.out / found.total)
+        found = found.divided()
     if key_axes:
         found = _merge_shards(key_axes, found)
-
-    def in_order(values: Array) -> Array:
-        return values.transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, K, G, values.shape[-1])[:, :S]
-
+    in_order = partial(_join_blocks, S)
     return jax.tree.map(in_order, found) if part else in_order(found.out.astype(q.dtype))
+
+
+def _first_of_shard(axes: tuple[str, ...], positions: int) -> Array | int:
+    """Return the first of this shard's positions, if these mesh axes shard them."""
+    return jax.lax.axis_index(axes) * positions if axes else 0
+
+
+def _join_blocks(queries: int, values: Array) -> Array:
+    """Put blocks of queries ``[B, K, N, G, S / N, X]`` in order: ``[B, S, K, G, X]``, without padding of S."""
+    ordered = values.transpose(0, 2, 4, 1, 3, 5)
+    return ordered.reshape(len(values), -1, *ordered.shape[3:])[:, :queries]
 
 
 def _merge_shards(axes: tuple[str, ...], own: AttentionPart) -> AttentionPart:
@@ -315,11 +324,11 @@ def _on_layout(
         visible = _visible(mask, starts, jnp.arange(S), jnp.arange(T), lengths, hidden)[:, None, None]
         dtype = jnp.float32 if part else None
         q = q.transpose(0, 2, 3, 1, 4)
-        found = _attend(q, k, v, visible, key_scales, value_scales, dtype, divide=divide)
+        found = AttentionPart(*_attend(q, k, v, visible, key_scales, value_scales, dtype, divide=divide))
         if not divide:
-            found = ((found[0] / found[2]).astype(dtype or q.dtype), *found[1:])
-        ordered = [values.transpose(0, 3, 1, 2, 4) for values in (found if part else found[:1])]
-        return AttentionPart(*ordered) if part else ordered[0]
+            found = found.divided()
+        ordered = AttentionPart(*(values.transpose(0, 3, 1, 2, 4) for values in found))
+        return ordered if part else ordered.out.astype(q.dtype)
     if layout.mesh is None or layout.mesh.size == 1:
         return _in_blocks(mask, block, (), (), *arrays, part=part, divide=divide)
     # The compiler would gather arrays that a loop over rows and heads slices, so each device loops over its own shard.
