@@ -54,6 +54,7 @@ def test_ctrl_c_while_weights_load_in_c() -> None:
     program = f"""{HANGS_IN_C}if True:
         import os, signal, threading
         from launch.hosts import host
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         host.SECONDS_TO_STOP = 1.3
         with host.Host() as alone:
             alone.mark()
