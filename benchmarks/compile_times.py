@@ -3,10 +3,9 @@
   python -m benchmarks.compile_times                        CPU, TPU and GPU, whose compilers are installed
   python -m benchmarks.compile_times --targets=cpu --trials=1
 
-Programs are compiled for one device, with random weights that are never made, for one row of 512 positions in bfloat16
-with the published sampling. Each compilation is that of a process without a cache: JAX's persistent cache is off. TPU
-and GPU programs are compiled on this machine's CPU, without the device; a GPU's compiler then cannot try kernels, which
-it does where there is one (benchmarks.suite measures that). The runtime unrolls the layers on CPU and GPU, and scans
+Programs are compiled for one device, from the shapes of weights in bfloat16, for one row of 512 positions with the
+published sampling. JAX's persistent cache is off. TPU and GPU programs are compiled on this machine's CPU, without the
+device; a GPU's compiler then cannot try kernels, which it does where there is a GPU (benchmarks.suite measures that). The runtime unrolls the layers on CPU and GPU, and scans
 them on TPU. The record is benchmarks/results/compile_times.json.
 """
 
@@ -48,7 +47,12 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def compile_once(devices: list[Any], scan: bool) -> float:
-    """Trace and compile the program for one device, and return the seconds that compilation takes."""
+    """Compile the program for the first device, and return the seconds that this takes without tracing.
+
+    Args:
+      devices: devices of this machine, or of an AOT topology.
+      scan: stack the layers and scan them; otherwise unroll them.
+    """
     platform = devices[0].platform
     layout = model_layout(preset(_MODEL), MeshSpec(), devices[:1], "none", scan)
     # Without a GPU, XLA cannot compile cuDNN's attention.

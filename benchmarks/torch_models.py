@@ -170,9 +170,10 @@ def with_backend(torch: Any, model: Any, backend: str) -> Any:
 
 
 def wider_copy(model: Any, dtype: str, rope_theta: float) -> Any:
-    """Return a copy of a model of the Qwen2 family in a wider dtype.
+    """Return a copy of a model of the Qwen2 family in a wider dtype, ``float32`` or ``float64``.
 
-    Rotary angles are float32 in transformers, whatever the model's dtype. In a copy in float64 they are float64 too.
+    Rotary angles are float32 in transformers, whatever the model's dtype. In a copy in float64 they are float64 too,
+    with the base ``rope_theta``.
     """
     import torch
 

@@ -202,7 +202,7 @@ def _in_blocks(
 
 
 def _first_of_shard(axes: tuple[str, ...], positions: int) -> Array | int:
-    """Return the first of this shard's positions, if these mesh axes shard them."""
+    """Return the first of this shard's positions, int32 ``[]``; 0 if no mesh axes shard them."""
     return jax.lax.axis_index(axes) * positions if axes else 0
 
 
@@ -315,7 +315,7 @@ def _on_layout(
     heads = K * G // rules.shards(("kv_heads", "queries_per_kv"), sizes)
     shape = [size // rules.shards(axis, sizes) for size, axis in ((B, "batch"), (S, queries), (T, keys))]
     platform = layout.mesh.devices.flat[0].platform if layout.mesh is not None else jax.default_backend()
-    # Elsewhere, the kernel before the product divides the weights, and takes no pass more.
+    # On CPU, dividing the weights takes a pass over them of its own. On accelerators it is part of the softmax's kernel.
     divide = platform != "cpu"
     block = query_block(platform, shape[0], heads, G // rules.shards("queries_per_kv", sizes), shape[1], shape[2])
     if block is None:
