@@ -5,8 +5,9 @@
 
 Programs are compiled for one device, from the shapes of weights in bfloat16, for one row of 512 positions with the
 published sampling. JAX's persistent cache is off. TPU and GPU programs are compiled on this machine's CPU, without the
-device; a GPU's compiler then cannot try kernels, which it does where there is a GPU (benchmarks.suite measures that). The runtime unrolls the layers on CPU and GPU, and scans
-them on TPU. The record is benchmarks/results/compile_times.json.
+device; a GPU's compiler then cannot try kernels, which it does where there is a GPU (benchmarks.suite measures that).
+The runtime unrolls the layers on CPU and GPU, and scans them on TPU. The record is
+benchmarks/results/compile_times.json.
 """
 
 from __future__ import annotations

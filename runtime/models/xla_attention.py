@@ -315,7 +315,7 @@ def _on_layout(
     heads = K * G // rules.shards(("kv_heads", "queries_per_kv"), sizes)
     shape = [size // rules.shards(axis, sizes) for size, axis in ((B, "batch"), (S, queries), (T, keys))]
     platform = layout.mesh.devices.flat[0].platform if layout.mesh is not None else jax.default_backend()
-    # On CPU, dividing the weights takes a pass over them of its own. On accelerators it is part of the softmax's kernel.
+    # On CPU, dividing the weights takes a pass over them of its own. On accelerators, the softmax's kernel does it.
     divide = platform != "cpu"
     block = query_block(platform, shape[0], heads, G // rules.shards("queries_per_kv", sizes), shape[1], shape[2])
     if block is None:
