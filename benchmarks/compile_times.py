@@ -22,7 +22,7 @@ from absl import flags
 from benchmarks.records import Timing, build_record, define_record_flags, load_notes, note_lines, write_record
 from launch.process.startup import compile_only, run_launcher, this_host
 from runtime import DiffusionConfig, model_layout
-from runtime.execution.programs import abstract_denoise, compiler_options, lower_denoise, widens_weights
+from runtime.execution.programs import abstract_denoise, compiler_options, lower_denoise
 from runtime.execution.specialization import denoise_program
 from runtime.models.attention import choose_attention
 from runtime.models.forward import Forward
@@ -62,7 +62,7 @@ def compile_once(devices: list[Any], scan: bool) -> float:
     program = denoise_program(config, layout.config, str(_DTYPE), chunk=_CHUNK, width=_CANVAS, span=config.steps)
     arguments = abstract_denoise(layout, 1, _CANVAS, config.steps, None)
     lowered = lower_denoise(Forward(layout, attention), program, layout.abstract_weights(_DTYPE), *arguments)
-    options, cached = compiler_options(platform, widens_weights(layout, _DTYPE)), getattr(jax.config, _CACHE)
+    options, cached = compiler_options(layout, _DTYPE), getattr(jax.config, _CACHE)
     jax.config.update(_CACHE, False)
     try:
         start = time.perf_counter()

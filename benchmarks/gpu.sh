@@ -29,6 +29,7 @@ for one in ${PARTS:-check golden passes torch suite}; do
       part doctor 60 "$python" -m launch.doctor
       part generate 60 "$python" -m launch.generate --prompt='def is_even(number):' --verbose
       part attention 60 "$python" -m tests.runtime.models.gpu_attention
+      part copies 120 "$python" -m tests.runtime.gpu_copies
       ;;
     golden) part golden "${GOLDEN_LIMIT:-3600}" "$python" -m tests.runtime.gpu_golden "${GOLDEN_SECONDS:-3600}" ;;
     passes)

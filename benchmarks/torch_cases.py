@@ -24,7 +24,7 @@ from benchmarks.records import integers
 from benchmarks.torch_models import diffusion_generate, gpt2_model, greedy_generate, torch_model
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.programs import ProgramCache, lower_hidden, put, widens_weights
+from runtime.execution.programs import ProgramCache, compiler_options, lower_hidden, put
 from runtime.execution.result import GenerationResult
 from runtime.models.attention import choose_attention
 from runtime.models.config import ModelConfig
@@ -172,7 +172,7 @@ class ForwardPass:
             # Logits in the model's dtype, as in PyTorch.
             return project_logits(forward, weights, hidden).astype(engine.dtype)
 
-        programs = ProgramCache(engine.platform, widens_weights(layout, engine.dtype))
+        programs = ProgramCache(compiler_options(layout, engine.dtype))
         hidden = programs.get(("hidden", ids.shape), lambda: lower_hidden(forward, *arguments))
         logits = programs.get(("logits", ids.shape), lambda: jax.jit(whole).lower(*arguments))
         return cls(forward, programs, partial(hidden, *arguments), partial(logits, *arguments), arguments[-1])

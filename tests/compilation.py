@@ -6,7 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    from runtime.models.declarations import ModelLayout
 
 # XLA's defaults of the options that QUICK_FLAGS changes. Tests that are about the generated code compile with these.
 AS_RELEASED: dict[str, str | bool | int] = {
@@ -35,15 +39,15 @@ def optimized() -> Iterator[None]:
     # Not at the top: it imports JAX, which reads QUICK_FLAGS when it is loaded.
     import jax
 
-    from runtime.execution import programs
+    from runtime.execution import runner
 
     jax.devices()  # XLA reads its flags with its first client; here, so that the level stays out of later programs
-    level, original = {"xla_backend_optimization_level": 1}, programs.compiler_options
+    level, original = {"xla_backend_optimization_level": 1}, runner.compiler_options
 
-    def options(platform: str, widens: bool) -> dict[str, str | bool | int]:
-        return (original(platform, widens) or {}) | level
+    def options(layout: ModelLayout, dtype: Any) -> dict[str, str | bool | int]:
+        return (original(layout, dtype) or {}) | level
 
     text = " ".join(f"--{name}={value}" for name, value in level.items())
     flags = f"{os.environ.get('XLA_FLAGS', '')} {text}"
-    with mock.patch.object(programs, "compiler_options", options), mock.patch.dict(os.environ, XLA_FLAGS=flags):
+    with mock.patch.object(runner, "compiler_options", options), mock.patch.dict(os.environ, XLA_FLAGS=flags):
         yield

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
-from runtime.execution import programs
+from runtime.execution import runner
 from runtime.execution.programs import compiler_options
+from runtime.models.declarations import ModelLayout
 from sharding.mesh import MeshSpec
 from tests.compilation import AS_RELEASED
 
@@ -278,12 +279,12 @@ def engine_as_released(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
 def _engine(spec: MeshSpec, folder: Path, as_released: bool = False) -> Engine:
     asked = []
 
-    def options(platform: str, widens: bool) -> dict[str, Any]:
-        asked.append(platform)
-        return (compiler_options(platform, widens) or {}) | (AS_RELEASED if as_released else {})
+    def options(layout: ModelLayout, dtype: Any) -> dict[str, Any]:
+        asked.append(layout)
+        return (compiler_options(layout, dtype) or {}) | (AS_RELEASED if as_released else {})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "compiler_options", options)
+        patch.setattr(runner, "compiler_options", options)
         found = Engine.load(folder, spec, dtype="float32")
     assert asked, "an engine reads the compiler options when it is created"
     return found

@@ -18,7 +18,7 @@ from benchmarks.suite.sheet import Measurement
 from benchmarks.suite.subject import Subject, prompt_ids, request_of
 from benchmarks.timed_passes import Request, TimedPass, timed_requests
 from runtime import Engine
-from runtime.execution.programs import ProgramCache, lower_hidden, put, widens_weights
+from runtime.execution.programs import ProgramCache, compiler_options, lower_hidden, put
 from runtime.execution.result import GenerationResult, GenerationStats
 from runtime.execution.runner import canvas_bucket
 from runtime.models.attention import choose_attention
@@ -50,7 +50,7 @@ def masked_positions(result: GenerationResult) -> float:
 
 def _programs(engine: Engine) -> ProgramCache:
     """Create a program cache with the compiler options of the engine."""
-    return ProgramCache(engine.platform, widens_weights(engine.layout, engine.dtype))
+    return ProgramCache(compiler_options(engine.layout, engine.dtype))
 
 
 def _arguments(subject: Subject, batch: int, canvas: int) -> tuple[Forward, tuple[Any, ...]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -30,7 +31,7 @@ from runtime.decoding.parameters import MAX_STOP_TOKENS
 from runtime.decoding.sampling import log_probabilities, mark_non_finite
 from runtime.decoding.state import ENTRIES_PER_STEP, DenoiseProgram, DenoiseRequest, DenoiseState
 from runtime.models.arrays import abstract, shardings
-from runtime.models.declarations import ModelLayout
+from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import abstract_cache
@@ -41,6 +42,8 @@ Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
 State = TypeVar("State", DenoiseState, DecodeState)
 
 _SEED_WORDS = 2
+# XLA on GPU merges the products of queries, keys and values of at most about this many positions.
+_MERGED_POSITIONS = 64
 # JAX's monitoring event for a program found in its persistent cache.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -58,25 +61,42 @@ def _cache_hits() -> threading.local:
     return found
 
 
-def widens_weights(layout: ModelLayout, dtype: Any) -> bool:
-    """Return whether a CPU converts the weights for matrix products, which it computes in float32."""
-    return layout.quantization != "none" or jnp.dtype(dtype) != jnp.float32
+def _merged_megabytes(layout: ModelLayout, dtype: Any) -> int:
+    """Return the size of the largest matrix products that XLA on GPU should merge, in MiB.
+
+    XLA merges products with the same operand (queries, keys and values) if one of them has at most this size, both
+    operands and the result included. For few positions, one kernel then reads all their weights. For many positions,
+    the product is that of a library, and XLA first writes the weights side by side.
+    """
+    sizes = []
+    for leaf in layout.leaves:
+        if leaf.layers and leaf.contracted:
+            shape = dict(zip(leaf.axes, shard_shape(leaf, layout), strict=True))
+            matrix = math.prod(size for axis, size in shape.items() if axis != "layers")
+            rows = math.prod(shape[axis] for axis in leaf.contracted)
+            sizes.append(matrix + _MERGED_POSITIONS * (rows + matrix // rows))
+    return math.ceil(min(sizes) * jnp.dtype(dtype).itemsize / 2**20)
 
 
-def compiler_options(platform: str, widens: bool) -> dict[str, str | bool] | None:
-    """Return the compiler options for a platform, in addition to the defaults; None if there are none.
+def compiler_options(layout: ModelLayout, dtype: Any) -> dict[str, str | bool] | None:
+    """Return the options of XLA for a model's programs, in addition to the defaults; None if there are none.
 
     Args:
-      platform: ``cpu``, ``gpu`` or ``tpu``.
-      widens: whether a CPU converts the program's weights; see :func:`widens_weights`.
+      layout: the model's layout, with a mesh.
+      dtype: dtype of weights and activations.
     """
+    assert layout.mesh is not None, "programs are compiled for the devices of a mesh"
+    platform = layout.mesh.devices.flat[0].platform
+    if platform == "gpu":
+        return {"xla_gpu_dot_merger_threshold_mb": str(_merged_megabytes(layout, dtype))}
     if platform == "tpu":
         # Overlap the all-gather of the residual with every matrix product that needs it, even if several do (gate, up).
         return {
             "xla_tpu_decompose_all_gather_with_multiple_einsums": True,
             "xla_tpu_skip_checking_windowed_einsum_users": True,
         }
-    if platform != "cpu" or not widens:
+    # Only a CPU computes matrix products in float32 and converts all other weights.
+    if layout.quantization == "none" and jnp.dtype(dtype) == jnp.float32:
         return None
     # On CPU, XLA converts bfloat16 and int8 weights to float32 for matrix products. With these options it converts one
     # layer at a time. Otherwise it converts all layers first, or before the loop over steps, and keeps all copies.
@@ -329,9 +349,9 @@ class ProgramCache:
 
     fingerprint = ""
 
-    def __init__(self, platform: str, widens: bool = False) -> None:
-        """Create an empty cache for devices of one platform; see :func:`compiler_options`."""
-        self._options = compiler_options(platform, widens)
+    def __init__(self, options: dict[str, str | bool] | None = None) -> None:
+        """Create an empty cache; see :func:`compiler_options`."""
+        self._options = options
         self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._hashes: dict[Hashable, str] = {}
         self._lock = threading.Lock()

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from runtime.execution.buckets import Bucket
 from runtime.execution.memory import Device, Memory, PassShape, memory_of_passes
-from runtime.execution.programs import ProgramCache, widens_weights
+from runtime.execution.programs import ProgramCache, compiler_options
 from runtime.execution.rows import bucket_length
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout
@@ -101,7 +101,7 @@ class Runner:
         self.dtype = jnp.dtype(weights.final_norm.dtype)
         self._device = layout.mesh.devices.flat[0]
         self.platform: str = self._device.platform
-        self.programs = ProgramCache(self.platform, widens_weights(layout, self.dtype))
+        self.programs = ProgramCache(compiler_options(layout, self.dtype))
         self.cache_dtype = cache_dtype(kv_cache, self.dtype)
         self._attention = attention
         self._max_batch = max_batch

@@ -22,7 +22,6 @@ from runtime.execution.programs import (
     lower_decode,
     lower_denoise,
     lower_prefill,
-    widens_weights,
 )
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.attention import choose_attention
@@ -151,7 +150,7 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
         denoise_arguments = abstract_denoise(layout, rows, canvas, steps, kept, drafts=drafts)
         name = "blocks" if cached else "denoise step"
         lowerings = {name: lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
-    options = compiler_options(platform, widens_weights(layout, dtype))
+    options = compiler_options(layout, dtype)
     return [_compile(name, attention, options, lower) for name, lower in lowerings.items()]
 
 

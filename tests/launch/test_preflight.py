@@ -102,7 +102,7 @@ class Pair(Host):
 
 def run_program(host: Host) -> int:
     """Run a program three times through the engines' program cache, and return the number of compilations."""
-    cache = ProgramCache("cpu")
+    cache = ProgramCache()
     cache.before_run = agree_on_programs(host)
     for _ in range(3):
         cache.get("double", lambda: jax.jit(lambda x: 2 * x).lower(jnp.zeros(3)))

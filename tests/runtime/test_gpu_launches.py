@@ -16,8 +16,7 @@ import pytest
 from runtime.planner.hlo import Instruction, Module, read_module
 from sharding.aot import aot_devices
 from sharding.topology import parse_topology
-from tests.compilation import AS_RELEASED
-from tests.runtime.test_layer_copies import FREE, GPU, lowered, needs_cuda
+from tests.runtime.test_layer_copies import FREE, GPU, gpu_options, lowered, needs_cuda
 
 pytestmark = pytest.mark.programs
 
@@ -125,8 +124,8 @@ def compiled(program: str, quantization: str, layers: int) -> Launches:
     sizes = GPU | {"num_layers": layers, "vocab_size": 640}
     devices = aot_devices(parse_topology("1xh200"))
     # A chunk of the head is no smaller than a window, as in the programs of the runtime.
-    _, lowering = lowered(program, devices, "bfloat16", quantization, sizes, chunk=64)
-    return of_a_pass(lowering.compile(compiler_options=AS_RELEASED).as_text() or "", BLOCK_STEP)
+    layout, lowering = lowered(program, devices, "bfloat16", quantization, sizes, chunk=64)
+    return of_a_pass(lowering.compile(compiler_options=gpu_options(layout)).as_text() or "", BLOCK_STEP)
 
 
 @needs_cuda

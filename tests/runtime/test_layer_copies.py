@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +31,6 @@ from runtime.execution.programs import (
     lower_decode,
     lower_denoise,
     lower_prefill,
-    widens_weights,
 )
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.attention import Implementation
@@ -41,6 +44,10 @@ from sharding.topology import parse_topology
 from tests.compilation import AS_RELEASED
 
 needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
+needs_gpu = pytest.mark.skipif(
+    missing_compiler("gpu") is not None or not Path("/dev/nvidia0").exists(),
+    reason="needs an NVIDIA GPU and JAX's CUDA plugin",
+)
 
 pytestmark = pytest.mark.programs
 
@@ -106,14 +113,16 @@ def materialised(text: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 def matrices(layout: Any) -> set[int]:
     """Size of each matrix of one layer, as a count of numbers."""
-    sizes = layout.padded_dimensions
-    found = {
-        math.prod(sizes[axis] for axis in leaf.axes if axis != "layers")
+    sizes = {
+        leaf.name.rsplit(".", 1)[-1]: math.prod(
+            layout.padded_dimensions[axis] for axis in leaf.axes if axis != "layers"
+        )
         for leaf in layout.leaves
         if leaf.layers and leaf.contracted
     }
-    assert len(found) >= 3, "keys, queries and the MLP"
-    return found
+    assert len(set(sizes.values())) >= 3, "keys, queries and the MLP"
+    # XLA can write the matrices of queries, keys and values side by side.
+    return {*sizes.values(), sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"]}
 
 
 def copies(layout: Any, text: str) -> list[str]:
@@ -129,9 +138,7 @@ CPU = {"hidden_size": 256, "intermediate_size": 1536, "num_heads": 8, "num_kv_he
 @functools.cache
 def compiled_here(program: str, dtype: str, quantization: str, scan: bool | None = None) -> tuple[Any, Any]:
     layout, lowering = lowered(program, jax.devices(), dtype, quantization, CPU, scan)
-    return layout, lowering.compile(
-        compiler_options=(compiler_options("cpu", widens_weights(layout, dtype)) or {}) | AS_RELEASED
-    )
+    return layout, lowering.compile(compiler_options=(compiler_options(layout, dtype) or {}) | AS_RELEASED)
 
 
 @pytest.mark.parametrize("program", ["block step", "decode"])
@@ -161,8 +168,17 @@ def test_cpu_programs_widen_a_layer_at_a_time(dtype: str, quantization: str) -> 
     assert widened < layer
 
 
+def gpu_options(layout: Any) -> dict[str, str | bool | int]:
+    return (compiler_options(layout, jnp.bfloat16) or {}) | AS_RELEASED
+
+
 # The layers of the 7.6B model.
 GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv_heads": 4, "head_dim": 128}
+
+
+# Without a GPU, XLA cannot measure which kernel for a product is the fastest, and takes its own. On an H200 it takes
+# those of cuBLAS for products of many positions; whatever they read has to be in memory.
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
 @needs_cuda
@@ -174,7 +190,7 @@ GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv
 def test_gpu_programs_copy_no_weights(program: str, attention: Implementation, quantization: str) -> None:
     devices = aot_devices(parse_topology("1xh200"))
     layout, lowering = lowered(program, devices, "bfloat16", quantization, GPU, attention=attention)
-    found = lowering.compile(compiler_options=AS_RELEASED)
+    found = lowering.compile(compiler_options=gpu_options(layout))
     assert not copies(layout, found.as_text())
     # Less than the smallest MLP matrix, in addition to activations if whole rows run.
     activations = 0 if program == "decode" else 8 * S * GPU["intermediate_size"]
@@ -183,10 +199,33 @@ def test_gpu_programs_copy_no_weights(program: str, attention: Implementation, q
 
 @needs_cuda
 @pytest.mark.slow
+@pytest.mark.parametrize(("program", "attention"), [("prefill", "xla"), ("denoise step", "cudnn")])
+def test_gpu_programs_with_library_products_copy_no_weights(program: str, attention: Implementation) -> None:
+    devices = aot_devices(parse_topology("1xh200"))
+    layout, lowering = lowered(program, devices, "bfloat16", "none", GPU, attention=attention)
+    assert not copies(layout, lowering.compile(compiler_options=gpu_options(layout) | CUBLAS).as_text())
+    merging = lowering.compile(compiler_options=AS_RELEASED | CUBLAS).as_text()
+    assert len(copies(layout, merging)) >= layout.config.num_layers, "the parser does not see the merged weights"
+
+
+def run_on_gpu(module: str) -> None:
+    """Run a module in a process of its own, because this one simulates devices on CPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    subprocess.run([sys.executable, "-m", module], env=environment, check=True, timeout=600)
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_programs_for_the_gpu_here_copy_no_weights() -> None:
+    run_on_gpu("tests.runtime.gpu_copies")
+
+
+@needs_cuda
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["decode", "prefill", "block step"])
 def test_gpu_programs_copy_scaled_int4_weights_of_one_layer_at_most(program: str) -> None:
     layout, lowering = lowered(program, aot_devices(parse_topology("1xh200")), "bfloat16", "int4", GPU)
-    found = lowering.compile(compiler_options=AS_RELEASED)
+    found = lowering.compile(compiler_options=gpu_options(layout))
     if program == "decode":
         assert not copies(layout, found.as_text())
     matrix = 2 * GPU["hidden_size"] * GPU["intermediate_size"]
@@ -199,7 +238,7 @@ def test_gpu_programs_copy_scaled_int4_weights_of_one_layer_at_most(program: str
 def test_gpu_programs_that_scan_copy_each_layer() -> None:
     """The tests above do detect the copies in a program whose layers are stacked."""
     layout, lowering = lowered("decode", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU, scan=True)
-    found = lowering.compile(compiler_options=AS_RELEASED)
+    found = lowering.compile(compiler_options=gpu_options(layout))
     assert len(copies(layout, found.as_text())) >= 3
     assert found.memory_analysis().temp_size_in_bytes > GPU["hidden_size"] * GPU["intermediate_size"]
 
@@ -208,7 +247,7 @@ def test_gpu_programs_that_scan_copy_each_layer() -> None:
 @pytest.mark.slow
 def test_gpu_block_steps_update_the_cache_in_place() -> None:
     layout, lowering = lowered("block step", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU)
-    text = lowering.compile(compiler_options=AS_RELEASED).as_text() or ""
+    text = lowering.compile(compiler_options=gpu_options(layout)).as_text() or ""
     cache = (1, 1, layout.config.num_kv_heads, S, layout.config.head_dim)
     assert f"bf16[{','.join(map(str, cache))}]" in text, "the parser does not see the cache"
     assert not [line for operation, shape, line in materialised(text) if shape == cache]
@@ -219,7 +258,7 @@ def compiled_for_tpu(quantization: str) -> tuple[Any, Any]:
     """The program that decodes one row on a v5e chip; with so many layers that no whole stack fits on the chip."""
     sizes = GPU | {"num_layers": 28, "vocab_size": 152064}
     layout, lowering = lowered("decode", aot_devices(parse_topology("v5e:1x1")), "bfloat16", quantization, sizes)
-    return layout, lowering.compile(compiler_options=compiler_options("tpu", False))
+    return layout, lowering.compile(compiler_options=compiler_options(layout, jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("quantization", "numbers"), [("none", "bf16"), ("int8", "s8"), ("int4", "s4")])

@@ -95,7 +95,7 @@ def compiled(topology: str, mesh: str, attention: str, model: str = "diffucoder-
         layout.abstract_weights(jnp.bfloat16),
         *abstract_denoise(layout, rows, S, S),
     )
-    return Program(layout, lowered.compile(compiler_options=compiler_options("tpu", False)), chunk, rows)
+    return Program(layout, lowered.compile(compiler_options=compiler_options(layout, jnp.bfloat16)), chunk, rows)
 
 
 TENSOR = [

@@ -140,7 +140,9 @@ def test_arrays_over_the_vocabulary(platform: str, passes: dict[str, int]) -> No
             program,
             layout.abstract_weights(jnp.bfloat16),
             *abstract_denoise(layout, rows, canvas, canvas),
-        ).compile(compiler_options=(compiler_options(kind, True) or {}) | (AS_RELEASED if kind == "cpu" else {}))
+        ).compile(
+            compiler_options=(compiler_options(layout, jnp.bfloat16) or {}) | (AS_RELEASED if kind == "cpu" else {})
+        )
         text, array = compiled.as_text(), 128 * layout.padded_vocab * 4
         # There is room for two such arrays and the rest of the small model, but not for three. XLA on GPU keeps the
         # exponentials in a third array until their sum is known.

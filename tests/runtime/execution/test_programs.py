@@ -20,7 +20,7 @@ def test_programs_from_the_persistent_cache_are_counted(tmp_path: Path) -> None:
             jax.config.update(name, value)
         counts = []
         for _ in range(2):
-            programs = ProgramCache("cpu")
+            programs = ProgramCache()
             for key, size in (("one", 3), ("two", 4), ("one", 3)):
                 programs.get(key, lambda size=size: jax.jit(lambda x: x @ x.T).lower(jnp.ones((size, 2))))
             counts.append((programs.compiled, programs.cached))

@@ -5,11 +5,7 @@ Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,9 +25,9 @@ from runtime.models.kv_cache import abstract_cache, attend
 from runtime.models.masks import AttentionMask
 from runtime.models.random_weights import random_weights
 from runtime.models.transformer import hidden_states
-from sharding.aot import missing_compiler
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
+from tests.runtime.test_layer_copies import needs_gpu, run_on_gpu
 
 KINDS = [
     AttentionMask("bidirectional"),
@@ -223,15 +219,9 @@ def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pyte
     np.testing.assert_allclose(found, reference(q, k, v, LENGTHS, mask), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    missing_compiler("gpu") is not None or not Path("/dev/nvidia0").exists(),
-    reason="needs an NVIDIA GPU and JAX's CUDA plugin",
-)
+@needs_gpu
 def test_cudnn_is_xla_on_a_gpu() -> None:
-    """Runs in a separate process, because this one simulates devices on CPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    command = [sys.executable, "-m", "tests.runtime.models.gpu_attention"]
-    subprocess.run(command, env=environment, check=True, timeout=600)
+    run_on_gpu("tests.runtime.models.gpu_attention")
 
 
 @pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)
