@@ -51,6 +51,12 @@ def renderer() -> TemplateRenderer:
     return TemplateRenderer(seconds=1.0)
 
 
+@pytest.fixture(scope="module")
+def patient() -> TemplateRenderer:
+    """For templates that end on their own, however busy the machine is."""
+    return TemplateRenderer(seconds=50.0)
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -66,7 +72,9 @@ def renderer() -> TemplateRenderer:
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     ],
 )
-def test_templates_that_fail(renderer: TemplateRenderer, template: str, said: str) -> None:
+def test_templates_that_fail(renderer: TemplateRenderer, patient: TemplateRenderer, template: str, said: str) -> None:
+    if "within" not in said:
+        renderer = patient
     began = time.monotonic()
     with pytest.raises(InputError, match="messages: the chat template cannot render them") as error:
         renderer.render(template, [MESSAGES], {}, True)
