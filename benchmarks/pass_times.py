@@ -19,10 +19,12 @@ _FREE = {
     "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
 _SCOPE = re.compile(r'op_name="([^"]*)"')
-# A loop that runs the windows of one width at most once: a branch, see runtime/decoding/cached_steps.py. In older
-# programs, which lack the loop of the second kind, it runs refreshes, and windows are in conditionals.
+# A loop that runs the windows of one width: a branch, see runtime/decoding/cached_steps.py. In older programs, which
+# lack the loop of the second kind, it runs refreshes, and windows are in conditionals.
 _WINDOWS = re.compile(r'op_name="[^"]*/block_step/while"')
 _REFRESHES = re.compile(r'op_name="[^"]*/refresh/while"')
+# In programs with this scope, the loop of windows runs whole steps, one after another.
+_STEPS = re.compile(r'op_name="[^"]*/block_step/while/body/following/')
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class _Walk:
       open_lengths: how many times the pass runs code inside 0, 1, 2, ... loops of unknown trip count.
       refresh: whether the pass is a refresh or a block step, if the program runs both; None if it does not.
       window_loops: whether loops run windows.
+      step_loops: whether these loops run whole steps.
     """
 
     module: Module
@@ -104,10 +107,13 @@ class _Walk:
     open_lengths: Sequence[float]
     refresh: bool | None
     window_loops: bool
+    step_loops: bool
 
     def times(self, within: tuple[str, ...]) -> float:
         """Return how many times a pass runs the code within these loops and branches."""
         if self.refresh is not None and (within[:2] == ("loop", "loop")) != self.refresh:
+            return 0.0
+        if self.refresh is False and self.step_loops and "branch" not in within:
             return 0.0
         return self.open_lengths[min(within.count("loop"), len(self.open_lengths) - 1)]
 
@@ -217,4 +223,5 @@ def pass_times(module: Module, name: str, device: Device, chunks: float) -> list
         lengths = [0.0, 0.0, 1.0, chunks] if refresh else lengths
     loops = [one for body in module.computations.values() for one in body if one.operation == "while"]
     window_loops = any(_REFRESHES.search(one.rest) for one in loops)
-    return _Walk(module, device, lengths, refresh, window_loops).run(module.entry, 1, ())
+    step_loops = any(_STEPS.search(one.rest) for body in module.computations.values() for one in body)
+    return _Walk(module, device, lengths, refresh, window_loops, step_loops).run(module.entry, 1, ())

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from runtime.decoding.block_causal import window_bounds
 from runtime.decoding.choices import Choices, choose_on_canvas
 from runtime.decoding.commit import commit
+from runtime.decoding.progress import step_without_moves
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
 from runtime.models.arrays import only_row_fields
 from runtime.models.cached import fill_rows, run_window
@@ -75,7 +76,11 @@ class CachedStep:
     counts: Array
 
     def run(self, state: DenoiseState) -> DenoiseState:
-        """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens in both."""
+        """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens in both.
+
+        Steps that consist of windows of the same width follow, and are counted, until a row moves to another block, is
+        due for a refresh or skips a step: so the host of a GPU waits for one decision in each of them.
+        """
         active = self.wanted.any(axis=1)
         due = active & (state.steps_until_refresh == 0)
         with jax.named_scope("refresh"):
@@ -84,8 +89,7 @@ class CachedStep:
         # on the loop over refreshes, the collectives of both cannot overlap: XLA's CPU runtime would start them in
         # order, but run them concurrently, in an order that differs between hosts.
         with jax.named_scope("block_step"):
-            state = self._run_windows(state, self.wanted & ~(due | waiting)[:, None])
-        return replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - active, 0))
+            return self._run_windows(_count_down(state, active), self.wanted & ~(due | waiting)[:, None])
 
     @property
     def _before(self) -> int:
@@ -248,15 +252,47 @@ class CachedStep:
     # ---- windows ----------------------------------------------------------------------------------------------
 
     def _run_windows(self, state: DenoiseState, wanted: Array) -> DenoiseState:
-        """Run one forward pass over the windows of the rows marked in ``wanted``, and commit their tokens.
+        """Run one forward pass over the windows of the rows marked in ``wanted``, commit their tokens, and go on.
 
         All windows have the narrowest compiled width that covers every one of them. If no row is marked, no forward
         pass runs.
         """
-        start, stop, chosen = self._spans(state, wanted)
+        *_, chosen = self._spans(state, wanted)
+        counts = self.counts
         for number, width in enumerate(self.program.windows):
-            state = run_if(chosen == number, self._window(width, start, stop, wanted), state)
+            # `chosen` is that of the first step, so that one of these loops runs at most.
+            state, wanted, counts, _ = jax.lax.while_loop(
+                lambda carry: carry[-1],
+                partial(self._window_step, number, width),
+                (state, wanted, counts, chosen == number),
+            )
         return state
+
+    def _window_step(
+        self, number: int, width: int, carry: tuple[DenoiseState, Array, Array, Array]
+    ) -> tuple[DenoiseState, Array, Array, Array]:
+        """Run one step of windows of one width, and count the next step if it is another one.
+
+        Args:
+          number: which of the compiled widths this is.
+          width: the width.
+          carry: the state; ``wanted`` and ``counts`` of the step, see :class:`CachedStep`; and True.
+
+        Returns:
+          The same for the next step, and whether it consists of windows of this width alone.
+        """
+        state, wanted, counts, _ = carry
+        step = replace(self, wanted=wanted, counts=counts)
+        start, stop, _ = step._spans(state, wanted)
+        state = step._window(width, start, stop, wanted)(state)
+        with jax.named_scope("following"):
+            state, wanted, counts, moves = step_without_moves(self.forward, self.program, self.request, state)
+            active = wanted.any(axis=1)
+            due = active & (state.steps_until_refresh == 0)
+            *_, chosen = step._spans(state, wanted)
+            again = (chosen == number) & ~(moves | due).any() & (state.iteration + 1 < self.request.max_iterations)
+            state = replace(_count_down(state, active & again), iteration=state.iteration + again)
+        return state, wanted, counts, again
 
     def _spans(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array, Array]:
         """Return the bounds of each row's window, int32 ``[B]``, and which compiled width covers all, int32 ``[]``.
@@ -311,6 +347,11 @@ class CachedStep:
             return self._commit(state, choices, wanted)
 
         return run
+
+
+def _count_down(state: DenoiseState, rows: Array) -> DenoiseState:
+    """Count one step until the next refresh in the rows marked in ``rows``, bool ``[B]``."""
+    return replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - rows, 0))
 
 
 def run_if(condition: Array, function: Callable[[Carry], Carry], state: Carry) -> Carry:

@@ -5,9 +5,10 @@ Dimension letters: B batch, S canvas.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,42 @@ def next_step(
       positions that the schedule commits, int32 ``[B]``. Rows that are done or have reached ``request.step_limit`` need
       no token.
     """
-    advance = partial(_advance, program, forward.config.mask_token_id)
+    return _on_rows(_advance, forward, program, request, state)
+
+
+def step_without_moves(
+    forward: Forward, program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState
+) -> tuple[DenoiseState, Array, Array, Array]:
+    """Return what :func:`next_step` returns, and the rows that it would move to another block or step, bool ``[B]``.
+
+    Here they do not move. If there are none, the results are those of ``next_step``; otherwise only the ends of rows
+    are, in the new state.
+    """
+    return _on_rows(_stay, forward, program, request, state)
+
+
+def _on_rows(
+    advance: Callable[..., tuple[Any, ...]],
+    forward: Forward,
+    program: DenoiseProgram,
+    request: DenoiseRequest,
+    state: DenoiseState,
+) -> tuple[Any, ...]:
+    """Call ``advance`` with the rows of each shard; return the new state, and all else that it returns."""
+    own = partial(advance, program, forward.config.mask_token_id)
     rows = replace(only_row_fields(state), log_probabilities=None, entries=None, drafts=None)
-    rows, wanted, counts = forward.on_rows(advance, request, rows)
-    return replace(state, **row_fields(rows)), wanted, counts
+    rows, *found = forward.on_rows(own, request, rows)
+    return replace(state, **row_fields(rows)), *found
+
+
+def _stay(
+    program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState
+) -> tuple[DenoiseState, Array, Array, Array]:
+    """Do the work of :func:`step_without_moves` for the rows of one shard."""
+    state = replace(state, done=state.done | _has_ended(mask_token, request, state))
+    active = _may_step(request, state)
+    demand = _demand(program, mask_token, request, state, active)
+    return state, demand.wanted & active[:, None], jnp.where(active, demand.counts, 0), demand.moves
 
 
 def _advance(
@@ -48,13 +81,7 @@ def _advance(
         ended &= request.first >= request.prompts
         return masks_to_fill(mask_token, request, replace(state, done=state.done | ended))
     state = replace(state, done=state.done | ended)
-
-    def demand(state: DenoiseState, moving: Array) -> _Demand:
-        wanted, counts, left = _step_demand(program, mask_token, request, state)
-        over = moving & ((left == 0) | (state.step_in_block >= request.steps_per_block))
-        # Fast-dLLM runs a forward pass in each step of its schedule.
-        idle = moving & ~over & (counts == 0) if program.block_rule == "default" else jnp.zeros_like(over)
-        return _Demand(wanted, counts, over, idle)
+    demand = partial(_demand, program, mask_token, request)
 
     def move(carry: tuple[DenoiseState, _Demand]) -> tuple[DenoiseState, _Demand]:
         state, (_, _, over, idle) = carry
@@ -81,6 +108,17 @@ def _advance(
     state = replace(state, done=state.done | _is_behind(request, state.block))
     active = _may_step(request, state)
     return state, wanted & active[:, None], jnp.where(active, counts, 0)
+
+
+def _demand(
+    program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState, moving: Array
+) -> _Demand:
+    """Return what each row's current step needs, and which of the rows in ``moving`` have to move on first."""
+    wanted, counts, left = _step_demand(program, mask_token, request, state)
+    over = moving & ((left == 0) | (state.step_in_block >= request.steps_per_block))
+    # Fast-dLLM runs a forward pass in each step of its schedule.
+    idle = moving & ~over & (counts == 0) if program.block_rule == "default" else jnp.zeros_like(over)
+    return _Demand(wanted, counts, over, idle)
 
 
 class _Demand(NamedTuple):

@@ -20,8 +20,9 @@ from tests.runtime.test_layer_copies import FREE, GPU, gpu_options, lowered, nee
 
 pytestmark = pytest.mark.programs
 
-# How often loops run in a block step without a refresh, in which no row moves to another block.
+# How often loops run in a block step without a refresh, after which no row moves to another block.
 BLOCK_STEP = {"/refresh/while": 0, "/block_step/while": 1, "/denoise_step/while": 0}
+TWO_BLOCK_STEPS = BLOCK_STEP | {"/block_step/while": 2}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Launches:
 
     def __add__(self, other: Launches) -> Launches:
         return Launches(self.kernels + other.kernels, self.decisions + other.decisions)
+
+    def __sub__(self, other: Launches) -> Launches:
+        return self + other * -1
 
     def __mul__(self, times: int) -> Launches:
         return Launches(self.kernels * times, self.decisions * times)
@@ -119,13 +123,21 @@ def test_kernels_and_decisions_are_counted() -> None:
 
 
 @functools.cache
-def compiled(program: str, quantization: str, layers: int) -> Launches:
-    """What a pass of the 7.6B model with this many layers launches and reads."""
+def compiled(program: str, quantization: str, layers: int) -> str:
+    """A program of the 7.6B model with this many layers."""
     sizes = GPU | {"num_layers": layers, "vocab_size": 640}
     devices = aot_devices(parse_topology("1xh200"))
     # A chunk of the head is no smaller than a window, as in the programs of the runtime.
     layout, lowering = lowered(program, devices, "bfloat16", quantization, sizes, chunk=64)
-    return of_a_pass(lowering.compile(compiler_options=gpu_options(layout)).as_text() or "", BLOCK_STEP)
+    return lowering.compile(compiler_options=gpu_options(layout)).as_text() or ""
+
+
+def launched(program: str, quantization: str, layers: int) -> Launches:
+    """What decoding a token launches and reads, or a block step that follows another one."""
+    text = compiled(program, quantization, layers)
+    if program == "decode":
+        return of_a_pass(text, {})
+    return of_a_pass(text, TWO_BLOCK_STEPS) - of_a_pass(text, BLOCK_STEP)
 
 
 @needs_cuda
@@ -137,18 +149,21 @@ def test_kernels_of_a_pass(program: str, quantization: str, layer: int, others: 
 
     From three layers on, each layer adds the same number. With two, XLA fuses the rotary table into both.
     """
-    three, four = (compiled(program, quantization, layers).kernels for layers in (3, 4))
+    three, four = (launched(program, quantization, layers).kernels for layers in (3, 4))
     assert four - three <= layer
     assert three - 3 * (four - three) <= others
 
 
 @needs_cuda
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "decisions"), [("decode", 1), ("block step", 5)])
-def test_decisions_of_a_pass(program: str, decisions: int) -> None:
-    """For a token, whether there is another one. A block step has four more.
+@pytest.mark.parametrize("program", ["decode", "block step"])
+def test_a_pass_has_one_decision(program: str) -> None:
+    """It is whether another pass follows."""
+    assert launched(program, "none", 3).decisions == 1
 
-    They are whether a row needs a refresh, whether there is a window (before it, and after it), and whether a row moves
-    to another block.
-    """
-    assert compiled(program, "none", 3).decisions == decisions
+
+@needs_cuda
+@pytest.mark.slow
+def test_decisions_where_rows_move() -> None:
+    """Before the first step of a block: whether to go on, to refresh a row, to run windows, and to move a row."""
+    assert of_a_pass(compiled("block step", "none", 3), BLOCK_STEP).decisions == 4 + 1

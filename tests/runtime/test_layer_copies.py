@@ -154,8 +154,8 @@ def test_cpu_programs_copy_no_weights(program: str) -> None:
 
 def test_cpu_block_steps_compute_rotary_tables_once() -> None:
     text = compiled_here("block step", "float32", "none")[1].as_text()
-    # A refresh has one table and a window another, whatever the number of layers.
-    assert [len(re.findall(rf" {function}\(", text)) for function in ("cosine", "sine")] == [2, 2]
+    # One table for the refreshes and windows of all layers.
+    assert [len(re.findall(rf" {function}\(", text)) for function in ("cosine", "sine")] == [1, 1]
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float32", "int8")])

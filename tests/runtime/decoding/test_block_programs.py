@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
-from runtime import DiffusionConfig, Engine
+from runtime import DiffusionConfig, Engine, RowRequest
 from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.execution.slot_kinds import DiffusionSlots
 from sharding.errors import InputError
 from tests import golden_cases
 from tests.runtime.decoding.block_rows import BASE, BLOCK, MESHES, mode, ragged_rows, same
@@ -34,6 +37,42 @@ def test_a_small_cache_on_a_mesh() -> None:
         for mesh in ("tensor=1", MESHES[-1])
     ]
     same(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache": "dual", "parallel": "threshold", "threshold": 0.2, "refresh_blocks": 2},
+        pytest.param({"cache": "prefix", "refresh_blocks": 0}, marks=pytest.mark.slow),
+        pytest.param({"cache": "dual", "refresh_blocks": 0, "refresh_interval": 3}, marks=pytest.mark.slow),
+        pytest.param({"cache": "dual", "algorithm": "origin", "steps": 60}, marks=pytest.mark.slow),
+        pytest.param({"cache": "dual", "suffix_window": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_steps_that_follow_one_another_are_steps_alone(changes: dict[str, Any]) -> None:
+    """The loop over windows runs several steps. They leave the state that runs of a single step leave."""
+    engine = golden_cases.engine("data=2")
+    config = BASE.replace(block_length=BLOCK, **changes)
+    ids, mask = ragged_rows()
+    rows = {
+        number: RowRequest(own[shown == 1].tolist(), config, number)
+        for number, (own, shown) in enumerate(zip(ids, mask, strict=True))
+    }
+    width = engine.runner.bucket(max(one.canvas_length for one in rows.values()))
+    together, alone = (DiffusionSlots(engine.runner, config, width, len(rows)) for _ in range(2))
+    together.insert(rows)
+    alone.insert(rows)
+    for iterations in (1, 5, None):
+        together.run(iterations)
+        # Rows that are done make no step, and do not count.
+        for _ in range(together.iterations - alone.iterations):
+            alone.run(1)
+        for found, expected in zip(jax.tree.leaves(together.state), jax.tree.leaves(alone.state), strict=True):
+            if found.ndim:  # all but the count of iterations, which each run begins anew
+                np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert together.state.done[: len(rows)].all()
+    assert together.iterations == alone.iterations > 12
 
 
 def test_no_program_is_compiled_twice() -> None:
