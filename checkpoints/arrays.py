@@ -121,10 +121,12 @@ class ArrayWriter:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        while kind is None and self._pending:
-            self._wait_for_one()
-        for writing, _ in self._pending:
-            writing.exception()  # waits
+        try:
+            while kind is None and self._pending:
+                self._wait_for_one()
+        finally:
+            for writing, _ in self._pending:
+                writing.exception()  # waits
 
 
 def merge_databases(arrays: Storage, processes: int) -> None:

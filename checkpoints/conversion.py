@@ -27,7 +27,7 @@ from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.manifest import MANIFEST_FILE, Manifest, TensorEntry, chunk_grid, digest
 from checkpoints.non_finite import NonFinite
 from checkpoints.opening import open_tensors
-from checkpoints.output import MARK_FILE, FolderOutput, ObjectOutput, Output
+from checkpoints.output import MARK_FILE, FolderOutput, Output
 from checkpoints.processes import Processes
 from checkpoints.quantized import quantized_tensors
 from checkpoints.source import DTYPES, StoredTensors
@@ -46,6 +46,7 @@ def convert(
     quantize: str = "none",
     progress: Progress | None = None,
     processes: Processes | None = None,
+    others: Sequence[CheckpointFolder | Path] = (),
 ) -> None:
     """Write a canonical checkpoint. Call ``output.prepare`` first.
 
@@ -69,6 +70,7 @@ def convert(
         weights; this cannot be undone.
       progress: called with (bytes done, bytes to do).
       processes: the processes that convert together; by default only this one.
+      others: files and folders that ``tensors`` are read from, besides the source.
 
     Raises:
       CheckpointError: the source is incomplete, or does not match its configuration; a tensor contains NaN or infinity,
@@ -79,7 +81,7 @@ def convert(
     everyone = processes or Processes()
     target = replace(layout, quantization=source.quantization if quantize == "none" else quantize)
     found = open_tensors(source) if tensors is None else tensors
-    conversion = _Conversion(source, target, output, found, dtype, everyone)
+    conversion = _Conversion(source, target, output, found, dtype, everyone, others)
 
     def begin() -> str:
         check_tensors(source, stored_leaves(source, layout), found)
@@ -92,7 +94,8 @@ def convert(
         digests = conversion.write(progress)
         names = json.loads(everyone.agree(conversion.complete)[0])
         files = everyone.agree(lambda: conversion.digest_files(names))
-        everyone.agree(lambda: conversion.finish(digests, files))
+        # Another conversion to this output may have begun, where locks or their owners cannot be seen.
+        everyone.agree(lambda: conversion.check_mark(mark) + conversion.finish(digests, files))
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class _Conversion:
       tensors: the tensors to convert.
       dtype: dtype to store; None keeps the stored one.
       processes: the processes that convert together, and which of them this is.
+      others: see :func:`convert`.
     """
 
     source: CheckpointFolder
@@ -114,6 +118,7 @@ class _Conversion:
     tensors: StoredTensors
     dtype: str | None
     processes: Processes
+    others: Sequence[CheckpointFolder | Path]
 
     def begin(self, quantize: str) -> str:
         """Check the request. Process 0 also creates the output, marks it, and returns the mark."""
@@ -122,11 +127,7 @@ class _Conversion:
             raise CheckpointError(f"{self.source.place}: stored as {stored}, so it can only be copied")
         if self.dtype is not None and quantize != "none":
             raise CheckpointError(f"dtype {self.dtype} and quantization {quantize} cannot be combined; choose one")
-        if isinstance(self.output, ObjectOutput) and (remote := self.source.remote) is not None:
-            # Its tensors are read while the output is written, in whose place nothing can be set aside.
-            here, there = (f"{place.rstrip('/')}/" for place in (self.output.place, remote.place))
-            if here.startswith(there) or there.startswith(here):
-                raise CheckpointError(f"{self.output.place} is the source, or contains it; name another output")
+        self.output.check_inputs(filter(None, (self.source, self.source.lora, *self.others)))
         if not self.processes.is_first:
             return ""
         mark = secrets.token_hex(16)
@@ -137,8 +138,9 @@ class _Conversion:
         """Check that this process sees the output of process 0."""
         if self.output.storage.read(MARK_FILE) != mark.encode():
             raise CheckpointError(
-                f"{self.output.place}: this process does not see what process 0 writes there; processes on several "
-                "machines need an output that all of them see, such as a shared file system or gs://"
+                f"{self.output.place}: this process does not see what process 0 writes there, or another conversion "
+                "writes there too; processes on several machines need an output that all of them see, such as a shared "
+                "file system or gs://"
             )
         return ""
 

@@ -47,6 +47,7 @@ def export_checkpoint(source: CheckpointFolder, output: FolderOutput, *, progres
     done, claims = 0, {}
     try:
         with closing(output):
+            output.check_inputs(filter(None, (source, source.lora)))
             output.begin("")
             for number, names in enumerate(shards, 1):
                 file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from checkpoints.errors import CheckpointError
 from checkpoints.local_files import parse_json_object, replace_file
 from checkpoints.storage import STORAGE_SCHEMES, Storage
-from checkpoints.urls import file_version, read_file
+from checkpoints.urls import file_versions, read_file
 
 logger = logging.getLogger("diffumesh")
 
@@ -31,6 +31,7 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 
 # Limit for files beside the weights. Larger files are not read.
 MAX_SIDE_FILE_BYTES = 64 << 20
+_MAX_SIDE_FILES = 256
 
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
@@ -90,7 +91,7 @@ class CheckpointFolder:
         """Whether Orbax wrote the weights, completely or not; a Hugging Face folder has safetensors instead."""
         return (
             self.remote is not None
-            or (self.path / WEIGHTS_FOLDER).is_dir()
+            or ((self.path / WEIGHTS_FOLDER).is_dir() and not any(map(is_safetensors, os.listdir(self.path))))
             or _find_arrays(lambda name: (self.path / name).is_file()) is not None
         )
 
@@ -338,7 +339,12 @@ def _fetch_hub(name: str, weights: bool, revision: str | None, token: str | None
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, token=token, local_files_only=offline, allow_patterns=patterns
+                name,
+                revision=revision,
+                token=token,
+                local_files_only=offline,
+                allow_patterns=patterns,
+                ignore_patterns=["*/*.json", "*/*.safetensors"],  # `*` also matches slashes
             )
         )
     except Exception as error:  # the library raises many exception types
@@ -357,7 +363,10 @@ def _open_remote_orbax(url: str) -> CheckpointFolder | None:
     arrays = _find_arrays(set(names).__contains__)
     if arrays is None and not any(name.startswith(f"{WEIGHTS_FOLDER}/") for name in names):
         return None
-    files = {name: storage.read(name, MAX_SIDE_FILE_BYTES) or b"" for name in names if is_side_file(name)}
+    wanted = [name for name in names if is_side_file(name)]
+    if len(wanted) > _MAX_SIDE_FILES:
+        raise CheckpointError(f"{url} has {len(wanted)} small files; at most {_MAX_SIDE_FILES} are read")
+    files = {name: storage.read(name, MAX_SIDE_FILE_BYTES) or b"" for name in wanted}
     identity = [url, *(f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in files.items())]
     cache = _cache_folder("\n".join(identity))
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -380,17 +389,23 @@ def _fetch_url(url: str, weights: bool) -> Path:
             name: files[name] for name in sorted(files) if is_side_file(name) or (weights and is_safetensors(name))
         }
         # A change at the source, even of the same size, leads to another folder here.
-        identity = [url, *(f"{name} {file_version(system, info)}" for name, info in wanted.items())]
-        cache = _cache_folder("\n".join(identity))
+        before = file_versions(system, wanted)
+        cache, fetched = _cache_folder("\n".join([url, *before])), []
         for name, info in wanted.items():
             target = cache / name
             if not target.is_file():
                 target.parent.mkdir(exist_ok=True)
                 replace_file(target, read_file(system, info, MAX_SIDE_FILE_BYTES if is_side_file(name) else None))
+                fetched.append(target)
+        system.invalidate_cache()
+        if fetched and file_versions(system, wanted) != before:
+            for target in fetched:
+                target.unlink(missing_ok=True)
+            raise CheckpointError(f"{url}: files have changed during the download; run the command again")
         return cache
-    except (OSError, ImportError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # fsspec's file systems raise many exception types
         raise CheckpointError(f"{url}: cannot be read ({error}; fsspec {fsspec.__version__})") from error
 
 
@@ -402,7 +417,9 @@ def _list_url(system: Any, root: str) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for entry in system.ls(root, detail=True):
-        name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
+        parent, _, name = entry["name"].rstrip("/").rpartition("/")
+        if "http" in system.protocol and parent != root.rstrip("/"):
+            continue  # a page may also have links to files in subfolders
         entries = {name: entry}
         if name == TEMPLATES_FOLDER and entry["type"] == "directory":
             inner = [] if entry.get("islink") else system.ls(entry["name"], detail=True)

@@ -24,9 +24,9 @@ _DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 def _file_names(folder: CheckpointFolder, family: Family) -> tuple[list[str], frozenset[str]]:
     """Return the names of the files that contain weights, and the names of the weights that the index lists."""
-    index = folder.read_json(INDEX_FILE)
+    index, single = folder.read_json(INDEX_FILE), (folder.path / SINGLE_FILE).is_file()
     if index is None:
-        if not (folder.path / SINGLE_FILE).is_file():
+        if not single:
             raise IncompleteCheckpointError(
                 f"{folder.path}: no weights found: there is neither {INDEX_FILE} nor {SINGLE_FILE}"
             )
@@ -37,6 +37,12 @@ def _file_names(folder: CheckpointFolder, family: Family) -> tuple[list[str], fr
     for name in claims.values():
         if name != Path(name).name or not name.endswith(".safetensors") or len(name) > _MAX_NAME:
             raise CheckpointError(f'{folder.path / INDEX_FILE}: "{name[:200]}" is not the name of a safetensors file')
+    if single and claims and SINGLE_FILE not in claims.values():
+        # Two versions of the weights; transformers reads the single file.
+        raise CheckpointError(
+            f"{folder.path}: there are both {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
+            "remove those of the older version"
+        )
     return sorted(set(claims.values())), frozenset(filter(None, map(family.tensor_name, claims)))
 
 

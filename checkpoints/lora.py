@@ -55,6 +55,7 @@ _READ_KEYS = {
 _INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 # The keys of rank_pattern and alpha_pattern are regular expressions in PEFT. Only expressions without repetition are
 # accepted, so that matching takes little time.
+_MAX_PATTERNS = 4096
 _PLAIN_PATTERN = re.compile(r"\^?(\w|\.|\\\.|\\d)+")
 # A part is merged in tiles of this many rows and columns of W, which begin at multiples of this number. Whole tiles
 # are computed, so that an element has the same bits whichever part is read: a BLAS may change the order of a sum with
@@ -135,18 +136,19 @@ def _read_config(folder: CheckpointFolder) -> _Config:
     # A string is a regular expression, or "all-linear"; the tensors tell which modules it matched.
     names = tuple(targets) if isinstance(targets, list) else None
     check("target_modules", all(isinstance(one, str) for one in names or ()), "expected names")
-    check("r", _is_rank(raw.get("r")), "expected an integer of at least 1")
+    check("r", _is_rank(raw.get("r")), "expected an integer from 1 to 1,048,575")
     check("lora_alpha", _is_real(raw.get("lora_alpha")), "expected a number")
     ranks, alphas = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
     for name, patterns, valid in (("rank_pattern", ranks, _is_rank), ("alpha_pattern", alphas, _is_real)):
         check(name, isinstance(patterns, dict) and all(map(valid, patterns.values())), "expected numbers by name")
+        check(name, len(patterns) <= _MAX_PATTERNS, f"at most {_MAX_PATTERNS} are supported")
         check(name, all(map(_PLAIN_PATTERN.fullmatch, patterns)), "a key is not the end of a module's name")
     stabilized = bool(raw.get("use_rslora"))
     return _Config(raw["r"], raw["lora_alpha"], ranks, alphas, stabilized, names)
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 20
 
 
 def _is_real(value: Any) -> bool:

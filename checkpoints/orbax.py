@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from checkpoints.errors import CheckpointError, IncompleteCheckpointError
+from checkpoints.errors import CheckpointError, IncompleteCheckpointError, MismatchedCheckpointError
 from checkpoints.folder import MAX_SIDE_FILE_BYTES, TREE_FILE, CheckpointFolder
 from checkpoints.source import read_ahead
 from checkpoints.storage import first_line
@@ -186,6 +186,7 @@ def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | Non
 
     Raises:
       IncompleteCheckpointError: Orbax cannot describe the checkpoint.
+      MismatchedCheckpointError: two keys have the same name.
     """
     from orbax.checkpoint import v1
 
@@ -204,8 +205,12 @@ def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | Non
         raise IncompleteCheckpointError(
             f"{arrays}: incomplete or damaged Orbax checkpoint: Orbax cannot describe its arrays"
         )
-    keys = [_key(path) for path, _ in leaves]
-    return {name: key for key in keys if (name := tensor_name(key)) is not None}
+    found: dict[str, str] = {}
+    for key in (_key(path) for path, _ in leaves):
+        name = tensor_name(key)
+        if name is not None and found.setdefault(name, key) != key:
+            raise MismatchedCheckpointError(f"{arrays}: {found[name]:.200} and {key:.200} are both {name}")
+    return found
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
-from checkpoints.folder import STAGING_SUFFIX, local_path
+from checkpoints.folder import STAGING_SUFFIX, CheckpointFolder, local_path
 from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.storage import Storage
@@ -38,6 +39,7 @@ class FolderOutput:
 
     path: Path
     _mark: IO[bytes] | None = field(default=None, init=False, repr=False, compare=False)
+    _replaces: bool = field(default=False, init=False, repr=False, compare=False)
 
     @property
     def place(self) -> str:
@@ -86,7 +88,20 @@ class FolderOutput:
             said = self.clean_up()
             if said and self.path.exists() and not overwrite:
                 raise CheckpointError(f"{said[0]}; it exists: name another output, or pass --overwrite to replace it")
+        self._replaces = overwrite
         return said
+
+    def check_inputs(self, inputs: Iterable[CheckpointFolder | Path]) -> None:
+        """Check that the output does not contain an input, which would be deleted with the old output.
+
+        Raises:
+          CheckpointError: it contains one.
+        """
+        place = self.path.resolve()
+        for one in inputs:
+            path = one if isinstance(one, Path) else one.path
+            if place in path.resolve().parents:
+                raise CheckpointError(f"{self.path} contains the input {path}; name another output")
 
     def clean_up(self) -> list[str]:
         """Remove what an interrupted conversion left, and restore the checkpoint that it was about to replace.
@@ -98,12 +113,11 @@ class FolderOutput:
           CheckpointError: something cannot be removed, or the conversion is still running.
         """
         said = []
-        with self._writing():
+        with self._writing(), contextlib.ExitStack() as locks:
             # A conversion that has exchanged the names, and has not ended, holds the marker under the other name.
             for mark in (self.staging / MARK_FILE, self.path / MARK_FILE):
                 if mark.exists():
-                    with mark.open("r+b") as file:
-                        self._lock(file)
+                    self._lock(locks.enter_context(mark.open("r+b")))
             if self._set_aside.exists() and not self.path.exists():
                 self._set_aside.rename(self.path)
                 said.append(
@@ -171,6 +185,8 @@ class FolderOutput:
         if not self.path.exists():
             self.staging.rename(self.path)
             return None
+        if not self._replaces or self.path.is_symlink() or not self.path.is_dir():
+            raise CheckpointError(f"{self.path} has been created in the meantime, and is not replaced")
         if exchange(self.staging, self.path):
             return self.staging
         self.path.rename(self._set_aside)
@@ -235,6 +251,21 @@ class ObjectOutput:
             f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
             "new one is written there is no checkpoint"
         ]
+
+    def check_inputs(self, inputs: Iterable[CheckpointFolder | Path]) -> None:
+        """Check that the output does not contain an input: it is read while the output is written in its place.
+
+        Raises:
+          CheckpointError: it contains one, or is in one.
+        """
+        there = f"{unquote(self.place).rstrip('/')}/"
+        for one in inputs:
+            if isinstance(one, CheckpointFolder) and one.remote is not None:
+                here = f"{unquote(one.place).rstrip('/')}/"
+                if here.startswith(there) or there.startswith(here):
+                    raise CheckpointError(
+                        f"{self.place} is an input of the conversion, or contains one; name another output"
+                    )
 
     def begin(self, mark: str) -> None:
         """Write ``mark`` into the folder's marker file, and delete its other files, the manifest first."""

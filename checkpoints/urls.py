@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from checkpoints.errors import CheckpointError
 from checkpoints.storage import FETCHED_BYTES
 
 
-def file_version(system: Any, info: dict[str, Any]) -> str:
-    """Return what changes with the contents of a file."""
+def file_versions(system: Any, files: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return what changes with the names or the contents of files."""
+    return [f"{name} {_file_version(system, info)}" for name, info in files.items()]
+
+
+def _file_version(system: Any, info: dict[str, Any]) -> str:
     key = str(system.ukey(info["name"]))
     if "http" not in system.protocol:
         return key
@@ -23,7 +27,7 @@ def read_file(system: Any, info: dict[str, Any], most: int | None) -> Iterator[b
     """Read a file piece by piece, given fsspec's information about it.
 
     Raises:
-      CheckpointError: it has more than ``most`` bytes.
+      CheckpointError: it has more than ``most`` bytes, or ends before its size.
     """
     size, done = info.get("size") or 0, 0  # not every server tells the size
     with system.open(info["name"], "rb") as file:
@@ -31,6 +35,8 @@ def read_file(system: Any, info: dict[str, Any], most: int | None) -> Iterator[b
             if most is not None and max(size, done) > most:
                 raise CheckpointError(f"{info['name']} has at least {max(size, done)} bytes; the limit is {most}")
             if not (piece := file.read(FETCHED_BYTES)):
-                return
+                break
             done += len(piece)
             yield piece
+    if size and done != size:
+        raise CheckpointError(f"{info['name']} has {size} bytes, but only {done} could be read")

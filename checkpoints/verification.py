@@ -61,7 +61,8 @@ def _digest_tensors(
     for (name, part), data in zip(parts, read_ahead(reads), strict=True):
         shape, row = found[name].shape, part[0]
         if row.start == 0:
-            digester = Digester(shape, str(data.dtype), cuts[name])
+            # A head that a tied model stores, and does not use, has no leaf.
+            digester = Digester(shape, str(data.dtype), cuts.get(name, (1,) * len(shape)))
         digester.update(data)
         if row.stop == shape[0]:
             entries[name] = digester.entry
@@ -108,7 +109,7 @@ def _read(found: StoredTensors, name: str, part: Index, wrong: NonFinite) -> np.
 
 
 def _verify_files(folder: CheckpointFolder, manifest: Manifest) -> None:
-    storage = folder.remote or Storage.at(folder.path)
+    storage = folder.storage
     # A download lacks files that no reader uses. Opening the tensors has checked that all others exist.
     there = set(folder.names())
     wanted = {name: said for name, said in manifest.files.items() if folder.must_have(name) or name in there}

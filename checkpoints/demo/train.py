@@ -211,7 +211,7 @@ def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batc
     kept = folder / "tokenizer.json"
     if not kept.exists():
         texts = (prompt + body for prompt, body in [*generated[:60_000], *library[::4]])
-        corpus.train_tokenizer(texts, recipe.vocabulary).save(str(kept))
+        replace_file(kept, [corpus.train_tokenizer(texts, recipe.vocabulary).to_str().encode()])
     tokenizer = Tokenizer.from_file(str(kept))
     data = Corpus(generated, library, tokenizer, recipe)
     tasks = [(row["prompt"], row["completion"]) for row in read_json_lines(FOLDER / "development_tasks.jsonl")]
@@ -221,7 +221,8 @@ def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batc
 
 def main(values: flags.FlagValues) -> None:
     """Generate programs, train from a saved state or from scratch, and save the checkpoint."""
-    recipe, folder, state = Recipe(), Path(values.output), Path(values.state) / "state.pt"
+    recipe, folder = Recipe(programs=values.programs), Path(values.output)
+    state = Path(values.state) / "state.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
     check_state(values)
     name = values.device if values.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -83,6 +83,11 @@ class LegacySource:
             found["biases"] = folder_fingerprint(self.biases_from)
         return found
 
+    @property
+    def inputs(self) -> list[CheckpointFolder | Path]:
+        """The file and the folder that tensors are read from."""
+        return [self.path] if self.biases_from is None else [self.path, self.biases_from]
+
     def open(self, layout: ModelLayout, stack: ExitStack) -> StoredTensors:
         """Open the pickle's tensors; ``stack`` closes the file.
 
@@ -93,7 +98,7 @@ class LegacySource:
 
 
 def find_legacy(
-    name: str | None, *, config: str | None, biases_from: str | None, zero_biases: bool
+    name: str | None, *, config: str | None, biases_from: str | None, zero_biases: bool, offline: bool = False
 ) -> LegacySource | None:
     """Open the source if it is a legacy pickle; None otherwise.
 
@@ -102,6 +107,7 @@ def find_legacy(
       config: the folder of its configuration, or the ``config.json`` in it.
       biases_from: the folder of a model to take biases from.
       zero_biases: whether biases are set to zero instead.
+      offline: whether ``biases_from`` is not looked for on the Hugging Face Hub.
 
     Raises:
       CheckpointError: there is no such file or folder, or the flags cannot be combined.
@@ -113,4 +119,5 @@ def find_legacy(
         return None
     if biases_from and zero_biases:
         raise CheckpointError("--biases_from and --zero_biases cannot be combined")
-    return LegacySource(path, config_folder(config), open_folder(biases_from) if biases_from else None, zero_biases)
+    donor = open_folder(biases_from, offline=offline) if biases_from else None
+    return LegacySource(path, config_folder(config), donor, zero_biases)

@@ -56,14 +56,16 @@ def write_source(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
 
 
 def to_canonical(source: Path | str, output: Path, dtype: str | None = None) -> Path:
-    FolderOutput(output).prepare(overwrite=True)
-    convert(open_folder(source), layout_of(source), FolderOutput(output), dtype=dtype)
+    place = FolderOutput(output)
+    place.prepare(overwrite=True)
+    convert(open_folder(source), layout_of(source), place, dtype=dtype)
     return output
 
 
 def to_huggingface(source: Path | str, output: Path) -> Path:
-    FolderOutput(output).prepare(overwrite=False)
-    export_checkpoint(open_folder(source), FolderOutput(output))
+    place = FolderOutput(output)
+    place.prepare(overwrite=False)
+    export_checkpoint(open_folder(source), place)
     return output
 
 

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.attacks import ADDED, CHANGES, change, put_back, refusal
 from checkpoints import CheckpointError, CheckpointFolder, open_folder
 from checkpoints.file_list import FILES_FILE
+from checkpoints.folder import TREE_FILE
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.manifest import MANIFEST_FILE, Manifest
 from checkpoints.opening import check_files, open_tensors, read_manifest
@@ -87,10 +88,9 @@ def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: 
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-        # A folder with this name makes it an Orbax checkpoint.
-        said = (
-            FILES_FILE if layout == "huggingface" and "weights/" in name else f"were added to this checkpoint: {name}"
-        )
+        said = f"were added to this checkpoint: {name}"
+        if layout == "huggingface" and name == f"weights/{TREE_FILE}":
+            said = f"{FILES_FILE}, is missing"  # the folder reads as an Orbax checkpoint, which lists its files
         for level in ("full", "sizes"):
             with pytest.raises(CheckpointError, match=said):
                 open_tensors(open_folder(folder), level)

@@ -26,11 +26,11 @@ from transformers import (
 
 from checkpoints import CheckpointError, load_weights, open_folder
 from checkpoints.opening import open_tensors
-from checkpoints.verification import verify
+from checkpoints.verification import verify, write_manifest
 from runtime import Engine
 from runtime.models.families import model_layout, parse_config
 from sharding.mesh import MeshSpec
-from tests.checkpoints.small import to_canonical, to_huggingface
+from tests.checkpoints.small import layout_of, to_canonical, to_huggingface
 
 QWEN2 = {
     "vocab_size": 160,
@@ -118,6 +118,10 @@ def test_a_stored_head_of_a_tied_model_is_not_used(kind: str, tmp_path: Path) ->
     np.testing.assert_array_equal(stored.logits(ids), plain.logits(ids))
     converted = to_canonical(tmp_path / "source", tmp_path / "canonical")
     assert "lm_head.weight" not in open_tensors(open_folder(converted)).by_name
+    # A manifest covers it, so that the folder is verified in full.
+    folder = open_folder(tmp_path / "source")
+    write_manifest(folder, layout_of(tmp_path / "source"))
+    assert verify(folder) == sum(one.nbytes for one in named(tmp_path / "source").values())
 
 
 def test_an_incomplete_folder_is_not_exported(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_checkpoint_is_not_converted_onto_itself(output: str, url: str, micro:
     before = dict(server.objects)
     target = output_at(output)
     source = open_folder(url)
-    with pytest.raises(CheckpointError, match="is the source, or contains it"):
+    with pytest.raises(CheckpointError, match="is an input of the conversion, or contains one"):
         convert(source, model_layout(parse_config(source.config)), target)
     assert server.objects == before
 

@@ -15,6 +15,7 @@ from checkpoints import CheckpointError, open_folder
 from checkpoints import output as output_module
 from checkpoints.conversion import convert
 from checkpoints.exchange import exchange
+from checkpoints.export import export_checkpoint
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput, output_at
 from checkpoints.source import Index, StoredTensors
@@ -51,6 +52,31 @@ def test_a_url_of_this_machine_is_its_folder(micro: Path, tmp_path: Path) -> Non
     to_canonical(micro, folder)
     output = output_at(f"file://{folder}")
     assert output.prepare(overwrite=True) == [], "it is replaced in one step"
+
+
+def test_an_input_within_the_output_is_kept(micro: Path, tmp_path: Path) -> None:
+    """The old output is deleted with all that it contains."""
+    source = tmp_path / "model" / "plain"
+    shutil.copytree(micro, source)
+    output = FolderOutput(tmp_path / "model")
+    output.prepare(overwrite=True)
+    with pytest.raises(CheckpointError, match="contains the input"):
+        convert(open_folder(source), layout_of(source), output)
+    with pytest.raises(CheckpointError, match="contains the input"):
+        export_checkpoint(open_folder(source), output)
+    assert contents(source) == contents(micro)
+
+
+def test_what_appears_during_a_conversion_is_not_replaced(micro: Path, tmp_path: Path) -> None:
+    output = FolderOutput(tmp_path / "checkpoint")
+    output.prepare(overwrite=False)
+    output.begin("mark")
+    output.path.mkdir()
+    (output.path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="has been created in the meantime"):
+        output.finish()
+    output.close()
+    assert (output.path / "notes.txt").read_text() == "mine"
 
 
 def test_a_place_that_goes_away(micro: Path, tmp_path: Path) -> None:
