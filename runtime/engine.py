@@ -184,7 +184,7 @@ class Engine(TokenEngine):
         *,
         chat: bool = False,
         num_return_sequences: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         suffixes: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Complete texts. The list has all completions of the first prompt, then those of the second, and so on.
@@ -194,7 +194,7 @@ class Engine(TokenEngine):
           config: decoding settings, see :meth:`generate_tokens`. Rows stop early unless ``early_stop`` is false.
           chat: treat each prompt as a user's message, and apply the checkpoint's chat template.
           num_return_sequences: number of completions per prompt.
-          stop: strings that end a completion.
+          stop: the string or strings that end a completion.
           suffixes: for infilling, the text that follows each prompt's completion. The model sees it. Empty for none.
 
         Raises:
@@ -204,6 +204,7 @@ class Engine(TokenEngine):
         ids, mask, after = encode_prompts(self.tokenizer, prompts, self.config, suffixes=suffixes, chat=chat)
         config, samples = self.with_end_tokens(config), num_return_sequences
         check_samples(samples)
+        stop = [stop] if isinstance(stop, str) else stop
         tests = self.stop_tests([stop] * (len(ids) * samples), config.stop_token_ids)
         options: dict[str, Any] = {"num_return_sequences": samples, "stop_tests": tests, "suffixes": after}
         result = self.generate_tokens(ids, mask, config, **options)
@@ -216,7 +217,7 @@ class Engine(TokenEngine):
         config: GenerationConfig | None = None,
         *,
         chat: bool = False,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         every: int = 1,
         suffixes: str | Sequence[str] = (),
     ) -> Iterator[Any]:
@@ -231,6 +232,7 @@ class Engine(TokenEngine):
         canvases = self.stream_tokens(ids, mask, config, every=every, suffixes=after)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
         prefixes = final_prefixes(canvases, ids.shape[1], masked)
+        stop = [stop] if isinstance(stop, str) else stop
         pieces = stream_texts(self.tokenizer, prefixes, (*self.end_token_ids, *config.stop_token_ids), stop)
         return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
 
@@ -267,14 +269,14 @@ class Engine(TokenEngine):
         mask: np.ndarray,
         result: GenerationResult,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         suffixes: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Build completions from a result of :meth:`generate_tokens`, in the order of the prompts of :meth:`encode`."""
-        texts, after = ([text] if isinstance(text, str) else text for text in (prompts, suffixes))
+        texts, after, ends = ([text] if isinstance(text, str) else text for text in (prompts, suffixes, stop))
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
-        return builder.build_batch(texts, ids, mask, result, stop, after)
+        return builder.build_batch(texts, ids, mask, result, ends, after)
 
 
 def _open_models(

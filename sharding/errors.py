@@ -43,7 +43,7 @@ class NonFiniteError(InputError):
         where = f"row {shown}" if len(self.rows) == 1 else f"rows {shown}"
         super().__init__(
             f"{NON_FINITE} in {where}. `diffumesh verify` names weights with such values; if there are none, "
-            "numbers overflow in the dtype: use float32, without quantization"
+            "values overflow in this dtype: use float32, without quantization"
         )
 
 

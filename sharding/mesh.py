@@ -39,6 +39,19 @@ class MeshSpec:
     sequence: int = 1
     tensor: int = 1
 
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+          MeshError: a size is not a positive integer or -1, or several sizes are -1.
+        """
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if size != -1 and not 1 <= size <= MAX_AXIS:
+                raise MeshError(f"mesh {self}: {field.name}={size}; expected a positive integer, or -1 for the rest")
+        if [self.data, self.sequence, self.tensor].count(-1) > 1:
+            raise MeshError(f"mesh {self}: only one axis can be -1")
+
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
         """Parse the axis sizes in a string such as ``"data=2,sequence=1,tensor=4"``. Missing axes have size 1.
@@ -58,11 +71,7 @@ class MeshSpec:
                 raise MeshError(f'mesh "{text}": unknown axis "{name}"; {example}')
             if name in sizes:
                 raise MeshError(f'mesh "{text}": axis "{name}" is given twice')
-            if size != -1 and not 1 <= size <= MAX_AXIS:
-                raise MeshError(f'mesh "{text}": {name}={size}; expected a positive integer, or -1 for the rest')
             sizes[name] = size
-        if list(sizes.values()).count(-1) > 1:
-            raise MeshError(f'mesh "{text}": only one axis can be -1')
         return cls(**sizes)
 
     @property

@@ -79,7 +79,9 @@ def check_mesh(
     problems = mesh_problems(shapes, spec, num_heads, num_kv_heads)
     if not problems:
         return
-    working = working_tensor_sizes(shapes, spec.tensor, num_heads, num_kv_heads)
+    # An axis that is not padded has at most as many parts as entries.
+    parts = (size for one in shapes for axis, size in zip(one.axes, one.sizes, strict=True) if axis not in PADDED_AXES)
+    working = working_tensor_sizes(shapes, min(spec.tensor, max(parts)), num_heads, num_kv_heads)
     suggestion = replace(spec, tensor=working[-1])
     raise MeshError(
         f"the model cannot be divided over mesh {spec}: {'; '.join(problems)}. "

@@ -322,8 +322,8 @@ class DiffusionConfig:
     draft_steps: int | str = parameter(
         0,
         IntegerOrWord(Integer(0, MAX_DRAFT_STEPS), AUTO_DRAFTS),
-        "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
-        "makes one step, and one more for each guess that was right. The tokens do not change. No effect with "
+        "Guess the canvas after each of this many further steps, and compute these in the same forward pass. The pass "
+        "then makes one step, and one more for each guess that was right. The tokens do not change. No effect with "
         "cache=exact or refresh_interval=1. auto: data / rows - 1 with draft_axis=data, if cache and parallel are "
         "none; otherwise 0. A server compiles a fixed number; in a request, this is an upper bound.",
         idle=(0, AUTO_DRAFTS),
@@ -417,9 +417,9 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
-        All families publish one step per token; for a loaded model, :meth:`runtime.Engine.published` counts those of
-        whole blocks where the family does. Parameters that the family's record does not set have the defaults of this
-        class. An empty name stands for base models.
+        All families publish one step per token; for a loaded model, :meth:`runtime.Engine.published` counts the tokens
+        of whole blocks where the family does so. Parameters that the family's record does not set have the defaults of
+        this class. An empty name stands for base models.
         """
         lengths = {"max_new_tokens": max_new_tokens, "steps": one_step_per_token(max_new_tokens)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))

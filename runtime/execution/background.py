@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Python's thread switch interval while the compiler thread runs; the default is ten times as long.
+# Python's thread switch interval once a compiler thread has started; the default is ten times as long.
 _SWITCH_SECONDS = 0.0005
 
 

@@ -17,7 +17,8 @@ from runtime.execution.runner import Runner
 from runtime.execution.scoring import compile_scoring, score_rows
 from runtime.execution.step_plan import BucketPlan, Insertion, PoolPlan, ScorePass, StepOutcome, StepPlan
 
-_WARM_UP_TOKENS = 2
+# A row that is not done after its first step, which may add two tokens.
+_WARM_UP_TOKENS = 3
 # Number of widths for score passes: the widest, and successive halves of it.
 _SCORE_WIDTHS = 4
 

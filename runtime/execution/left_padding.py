@@ -92,7 +92,13 @@ class Rows:
         return np.pad(self.real, ((0, 0), (0, new)), constant_values=True)
 
 
-def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig, suffixes: Sequence[Sequence[int]] = ()) -> Rows:
+def read_rows(
+    input_ids: Any,
+    attention_mask: Any,
+    config: ModelConfig,
+    suffixes: Sequence[Sequence[int]] = (),
+    name: str = "input_ids",
+) -> Rows:
     """Check a batch and start-align its rows.
 
     Args:
@@ -100,6 +106,7 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig, suffixes
       attention_mask: ``[B, S]``, 0 for padding on the left and 1 for tokens; None if there is no padding.
       config: the model's configuration, for the range of token ids.
       suffixes: for each row, the tokens that follow its new tokens; empty if no row has any.
+      name: name of the ids in an error.
 
     Raises:
       InputError: the shape or dtype is wrong, an id is outside the vocabulary, padding is not on the left, a row has
@@ -108,17 +115,15 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig, suffixes
     try:
         ids = np.asarray(input_ids)
     except ValueError as error:
-        raise InputError(
-            "input_ids: rows of unequal length; pad them on the left and give an attention_mask"
-        ) from error
+        raise InputError(f"{name}: rows of unequal length; pad them on the left and give an attention_mask") from error
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or 0 in ids.shape:
-        raise InputError(f"input_ids: expected integers [batch, sequence], got {ids.dtype} {list(ids.shape)}")
+        raise InputError(f"{name}: expected integers [batch, sequence], got {ids.dtype} {list(ids.shape)}")
     try:
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
     except ValueError as error:
-        raise InputError("attention_mask: rows of unequal length; it must have the shape of input_ids") from error
+        raise InputError(f"attention_mask: rows of unequal length; it must have the shape of {name}") from error
     if mask.shape != ids.shape:
-        raise InputError(f"attention_mask is {list(mask.shape)}, input_ids {list(ids.shape)}; they must be the same")
+        raise InputError(f"attention_mask is {list(mask.shape)}, {name} {list(ids.shape)}; they must be the same")
     if not np.isin(mask, (0, 1)).all():
         raise InputError("attention_mask: expected 1 for real tokens and 0 for padding")
     mask = mask.astype(bool)

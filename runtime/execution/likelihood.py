@@ -10,8 +10,10 @@ from runtime.decoding.parameters import SamplingConfig
 from runtime.execution.left_padding import left_padded, read_rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.row_request import RowRequest
+from runtime.execution.rows import check_tokens
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import check_scores, score_rows
+from runtime.models.config import ModelConfig
 from sharding.errors import InputError
 
 # Minimum fraction of a continuation that is masked, as in the evaluation code of Dream's authors.
@@ -21,10 +23,15 @@ _ROWS = 64
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
-def _check(pairs: Sequence[Pair], limit: int) -> None:
+def _check(pairs: Sequence[Pair], config: ModelConfig) -> None:
+    limit = config.max_positions
     for number, (context, continuation) in enumerate(pairs):
-        if not context or not continuation:
+        if not len(context) or not len(continuation):
             raise InputError(f"pair {number}: context and continuation must have at least one token each")
+        try:
+            check_tokens((*context, *continuation), 0, config)
+        except InputError as error:
+            raise InputError(f"pair {number}: {error}") from error
         if len(context) + len(continuation) > limit:
             raise InputError(
                 f"pair {number}: {len(context)} context tokens and {len(continuation)} continuation tokens; the model "
@@ -44,14 +51,15 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
       produces exactly this continuation.
 
     Raises:
-      InputError: a context or continuation is empty or too long, or the model is a diffusion model.
+      InputError: a context or continuation is empty, too long or has a token that the model does not have, or the model
+        is a diffusion model.
       NonFiniteError: the model's logits are not finite.
     """
     if runner.layout.config.objective == "masked_diffusion":
         raise InputError(
             "log_likelihoods requires an autoregressive model; use estimate_log_likelihoods for a diffusion model"
         )
-    _check(pairs, runner.layout.config.max_positions)
+    _check(pairs, runner.layout.config)
     sums = [0.0] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda number: len(pairs[number][0]) + len(pairs[number][1]))
     for start in range(0, len(order), _ROWS):
@@ -59,7 +67,7 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
         ids, mask = left_padded([[*pairs[number][0], *pairs[number][1]] for number in part], 0)
         scored = read_rows(ids, mask, runner.layout.config)
         found = score_rows(runner, scored, scored, 1.0)
-        check_scores(found)
+        check_scores(found, part)
         for row, number in enumerate(part):
             sums[number] = float(found[row, -len(pairs[number][1]) :].astype(np.float64).sum())
     requests = [RowRequest(list(context), SamplingConfig(max_new_tokens=len(new)), 0) for context, new in pairs]
@@ -89,8 +97,8 @@ def estimate_log_likelihoods(
       seed: seed of the noise.
 
     Raises:
-      InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal, or
-        its canvas changes its length.
+      InputError: a context or continuation is empty, too long or has a token that the model does not have; ``samples``
+        or ``seed`` is out of range; or the model is autoregressive or block-causal, or its canvas changes its length.
       NonFiniteError: the model's logits are not finite.
     """
     if runner.layout.config.objective == "autoregressive":
@@ -106,9 +114,13 @@ def estimate_log_likelihoods(
             "estimate_log_likelihoods does not support models whose canvas changes its length: a text of n tokens may "
             "come from any number of masks"
         )
-    _check(pairs, runner.layout.config.max_positions)
+    _check(pairs, runner.layout.config)
+    if samples < 1:
+        raise InputError(f"samples is {samples}; expected at least 1")
+    if seed < 0:
+        raise InputError(f"seed is {seed}; expected at least 0")
     found = []
-    for context, continuation in pairs:
+    for number, (context, continuation) in enumerate(pairs):
         generator = np.random.default_rng([seed, len(context), *context, *continuation])
         whole = np.array([*context, *continuation], np.int32)
         times = (generator.random() + np.arange(samples) / samples) % 1
@@ -120,6 +132,6 @@ def estimate_log_likelihoods(
             read_rows(ids, None, runner.layout.config) for ids in (rows, np.broadcast_to(whole, rows.shape))
         )
         scores = score_rows(runner, noised, targets, 1.0).astype(np.float64)
-        check_scores(scores)
+        check_scores(scores, [number] * samples)
         found.append(float((np.where(masked, scores, 0.0) / share).sum() / samples))
     return found

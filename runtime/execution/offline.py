@@ -142,13 +142,16 @@ class OfflineScheduler:
         most = min(math.ceil(len(numbers) / data) * data, DEFAULT_SLOTS * data if slots is None else slots)
         # If all rows have the same length and a slot each, one bucket is enough.
         several = len({one.length for one in work}) > 1 or len(numbers) > most
-        count = slot_count(runner, config, canvas, most, moves=several)
-        top, cost = Bucket(count, canvas), pass_cost(runner, config)
         configs = _configs(requests)
         # Groups with these values in common have programs that differ only in the bucket's shape.
         steps = max(steps_per_block(own, canvas) for own in configs)
         span = longest_span(runner, requests)
         known = runner.buckets.setdefault((program_key(runner, config, canvas), steps, span), set())
+        # The last rows move to smaller buckets, unless all rows end at the same time.
+        tests = any(self._stop_tests[number] for number in numbers)
+        apart = several or tests or len(set(work)) > 1 or any(map(may_end_early, configs))
+        count = slot_count(runner, config, canvas, most, moves=several or (apart and len(known) > 0))
+        top, cost = Bucket(count, canvas), pass_cost(runner, config)
 
         def compiling(bucket: Bucket) -> float:
             # The bucket of all rows of a call is preferred to known smaller ones that would only save its compilation.
@@ -158,9 +161,7 @@ class OfflineScheduler:
         candidates = all_buckets(count, canvas, data=data, step=runner.width_step(known=width is None))
         classes = divide(work, candidates if several else [top], cost, compiling)
         chosen = [one.bucket for one in classes]
-        # The last rows move to smaller buckets, unless all rows end at the same time.
-        tests = any(self._stop_tests[number] for number in numbers)
-        if several or tests or len(set(work)) > 1 or any(map(may_end_early, configs)):
+        if apart:
             chosen += [bucket for bucket in candidates if bucket in known and bucket not in chosen]
         # The scheduler requires that a bucket with all slots comes first.
         buckets = chosen if chosen[0] == top else [top, *(bucket for bucket in chosen if bucket != top)]
@@ -173,8 +174,9 @@ class OfflineScheduler:
         runner = runner_for(self._runner, config)
 
         def make(bucket: Bucket) -> Slots:
+            slots = open_slots_for(runner, config, bucket.width, bucket.rows, group.steps, group.span)
             group.known.add(bucket)
-            return open_slots_for(runner, config, bucket.width, bucket.rows, group.steps, group.span)
+            return slots
 
         return Pool(config, group.grid, group.steps, make, runner.row_unit)
 

@@ -175,8 +175,8 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
     model = runner.layout.config
     for shape in shapes:
         check_kind(model, shape.config)
-        if (width := runner.bucket(shape.canvas)) > model.max_positions:
-            raise InputError(f"a canvas has {width} positions; the model allows {model.max_positions}")
+        if shape.canvas > model.max_positions:
+            raise InputError(f"a canvas has {shape.canvas} positions; the model allows {model.max_positions}")
     room, weights = runner.room(), runner.weight_bytes
     kept, peak = 0, 0
     for shape in shapes:

@@ -40,7 +40,7 @@ class GenerationStats:
       forwards: number of forward passes, all batches together. With a cache, one pass may consist of refreshes of some
         rows, one after another, and a window pass of the others.
       positions: number of positions that the passes computed for unfinished rows, prompts and all drafts included.
-      row_passes: with drafts, forward passes times the unfinished rows in them.
+      row_passes: with drafts, the number of unfinished rows, summed over forward passes.
       accepted_steps: steps, over all rows, that needed no forward pass of their own because a draft was right.
       steps: number of requested denoise steps; with blocks, the maximum number of steps of any row.
       tokens: number of committed tokens up to the ends of the rows.

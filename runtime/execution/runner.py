@@ -6,16 +6,20 @@ Dimension letters: B batch, S canvas, P positions of one chunk of the output hea
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import functools
 import math
 import os
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from runtime.execution.buckets import Bucket
 from runtime.execution.memory import Device, Memory, PassShape, memory_of_passes
@@ -26,11 +30,13 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward, residual_unit
 from runtime.models.kv_cache import cache_dtype
-from sharding.errors import MeshError
+from sharding.errors import InputError, MeshError
 from sharding.topology import CHIPS
 
 # Fraction of the memory left beside the weights that a batch may plan to use.
 _ACTIVATION_SHARE = 0.7
+# Files with the memory limit of a Linux container, of both versions of control groups.
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # Maximum number of rows per ``data`` shard, even if memory allows more.
 MAX_ROWS_PER_SHARD = 1024
 
@@ -93,9 +99,11 @@ class Runner:
           draft: the draft model, on a layout from :func:`runtime.execution.draft_models.layout_beside`.
 
         Raises:
-          InputError: the attention implementation cannot run on these devices.
+          InputError: the attention implementation cannot run on these devices, or ``max_batch`` is not positive.
         """
         assert layout.mesh is not None, "a runner needs a mesh"
+        if max_batch is not None and max_batch < 1:
+            raise InputError(f"max_batch is {max_batch}; expected at least 1, or None")
         self.layout = layout
         self.weights = weights
         self.dtype = jnp.dtype(weights.final_norm.dtype)
@@ -105,6 +113,7 @@ class Runner:
         self.cache_dtype = cache_dtype(kv_cache, self.dtype)
         self._attention = attention
         self._max_batch = max_batch
+        self._memory = smallest_memory(self._device)
         self._row_limits: dict[tuple[int, bool, int, int], int] = {}
         self.buckets: dict[Hashable, set[Bucket]] = {}
         self.row_unit = layout.spec.data
@@ -163,7 +172,8 @@ class Runner:
         The other arguments are those of :meth:`memory`.
         """
         unit = self.row_unit
-        limit = max(unit, (self._max_batch or self.max_rows(canvas, cached, canvases, window)) // unit * unit)
+        rows_that_fit = self.max_rows(canvas, cached, canvases, window) if self._max_batch is None else self._max_batch
+        limit = max(unit, rows_that_fit // unit * unit)
         return min(limit, math.ceil(rows / unit) * unit)
 
     def batches(self, rows: int, canvas: int, cached: bool = False) -> Iterator[slice]:
@@ -237,7 +247,7 @@ class Runner:
 
     def room(self) -> float | None:
         """Return the bytes per device that may be planned for, weights included; None if the device reports no size."""
-        memory, weights = device_memory(self._device), self.weight_bytes
+        memory, weights = self._memory, self.weight_bytes
         return None if memory is None else weights + _ACTIVATION_SHARE * (memory - weights)
 
     def memory(self, rows: int, canvas: int, cached: bool, canvases: int = 1, window: int = 0) -> Memory:
@@ -313,10 +323,31 @@ def head_chunk(rows: int, canvas: int, layout: ModelLayout, platform: str) -> in
 def device_memory(device: Any) -> int | None:
     """Return the bytes of a device's memory, None if unknown. Simulated CPU devices share the host's memory."""
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, jax.local_device_count())
+        return _host_memory() // max(1, jax.local_device_count())
     # Only a device's own host can query its memory, so a device of this host stands in for a remote one.
     stats = (device if device.process_index == jax.process_index() else jax.local_devices()[0]).memory_stats()
     return stats.get("bytes_limit") if stats else None
+
+
+def _host_memory() -> int:
+    """Return the bytes of this host's memory, or of its part that the process's container may use."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # another operating system, or no limit: "max"
+            memory = min(memory, int(Path(path).read_text()))
+    return memory
+
+
+def smallest_memory(device: Any) -> int | None:
+    """Return the smallest memory of any host's devices in bytes, None if unknown. Every host has to call this.
+
+    How many rows run at a time follows from it, on which the hosts have to agree.
+    """
+    own = device_memory(device)
+    if jax.process_count() == 1:
+        return own
+    mebibytes = multihost_utils.process_allgather(np.int32(-1 if own is None else own >> 20))
+    return None if mebibytes.min() < 0 else int(mebibytes.min()) << 20
 
 
 @functools.lru_cache(256)

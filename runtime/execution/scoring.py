@@ -6,6 +6,7 @@ Dimension letters: B batch, S the caller's width, V vocab.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -156,15 +157,20 @@ def score_rows(
     return out
 
 
-def check_scores(scores: np.ndarray) -> None:
+def check_scores(scores: np.ndarray, numbers: Sequence[int] | None = None) -> None:
     """Check log-probabilities ``[B, S]`` from :func:`score_rows`.
+
+    Args:
+      scores: the log-probabilities.
+      numbers: the number of each row in an error; None for its index.
 
     Raises:
       NonFiniteError: the model's logits are not finite; the error names the rows.
     """
     wrong = ~np.isfinite(scores).all(axis=1)
     if wrong.any():
-        raise NonFiniteError(np.flatnonzero(wrong).tolist())
+        rows = np.flatnonzero(wrong).tolist()
+        raise NonFiniteError(rows if numbers is None else sorted({numbers[row] for row in rows}))
 
 
 def _scoring(runner: Runner, rows: int, width: int) -> tuple[Forward, int]:
@@ -217,7 +223,9 @@ def score_batch(
       NonFiniteError: the model's logits are not finite.
     """
     rows = read_rows(input_ids, attention_mask, runner.layout.config)
-    wanted = read_rows(targets, attention_mask, runner.layout.config)
+    if targets is None:
+        raise InputError("token ids need targets: the token to score at each position, integers [batch, sequence]")
+    wanted = read_rows(targets, attention_mask, runner.layout.config, name="targets")
     if wanted.original.shape != rows.original.shape:
         raise InputError(
             f"targets are {list(wanted.original.shape)}, input_ids {list(rows.original.shape)}; they must be the same"

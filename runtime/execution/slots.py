@@ -146,8 +146,9 @@ class Slots(abc.ABC):
             parts = self._fetch_rows()
             free, caches = (self.request, self.state), {name: getattr(self.state, name) for name in self._caches}
         # Masked positions have weight 0 in attention, but 0 times NaN is NaN, so NaN in the cache of the old row would
-        # spread to the new one.
-        to_clear = [slot for slot in rows if self._cached and parts[1].non_finite[slot]]
+        # spread to the new one. Whether a prompt left any is known only when it is read completely.
+        unread = self.unread if self._cached and self.request is not None else []
+        to_clear = [slot for slot in rows if self._cached and (parts[1].non_finite[slot] or slot in unread)]
         for slot, row in rows.items():
             for values, own in zip(jax.tree.leaves(parts), jax.tree.leaves(self._row_arrays(row)), strict=True):
                 values[slot] = own[0]

@@ -174,11 +174,6 @@ class PoolOutcome:
     accepted: Mapping[int, int] = field(default_factory=dict)
 
     @property
-    def iterations(self) -> int:
-        """Number of iterations in all buckets together."""
-        return sum(run.iterations for run in self.runs)
-
-    @property
     def forwards(self) -> int:
         """Number of forward passes, including prefills."""
         return sum(run.forwards for run in self.runs)

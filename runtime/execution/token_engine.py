@@ -168,9 +168,9 @@ class TokenEngine:
           NonFiniteError: the model's logits are not finite.
         """
         config = self._with_early_stop(config)
+        rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config, suffixes)
         observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)
         observers.check(config)
-        rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config, suffixes)
         check_stop_tests(stop_tests, len(seeds))
         return generate_rows(self.runner, rows, config, seeds, observers)
 
@@ -233,7 +233,7 @@ class TokenEngine:
                     configs[id(request.config)] = request.config if own == request.config else own
                 own = configs[id(request.config)]
                 check_row(request.tokens, request.suffix, self.config, own)
-                check_tokens(request.tokens, request.seed, self.config)
+                check_tokens((*request.tokens, *request.suffix), request.seed, self.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error
             is_decided = own is request.config

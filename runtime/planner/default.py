@@ -9,12 +9,13 @@ from typing import Any
 import jax
 
 from runtime.execution.draft_models import DraftModel
-from runtime.execution.runner import check_memory, device_memory
+from runtime.execution.runner import check_memory, smallest_memory
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout
 from runtime.planner.estimate import rank
 from runtime.planner.workload import Workload
+from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Chip, Topology
 
@@ -26,13 +27,13 @@ _UNKNOWN = Chip("unknown", "gpu", "unknown", 0, 0, 0, 1e12, 2e14, 4e14, 5e10, 1e
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:
-    """Return the topology of attached devices, with the memory sizes that the devices report.
+    """Return the topology of attached devices, with the memory sizes that the devices report. All hosts call this.
 
     Devices that are not in :data:`sharding.topology.CHIPS`, such as CPUs, are treated as GPUs.
     """
     first = devices[0]
     known = [chip for chip in CHIPS.values() if chip.device_kind == first.device_kind]
-    memory = device_memory(first)
+    memory = smallest_memory(first)
     hosts = {device.process_index for device in devices}
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if known and first.platform == "tpu":
@@ -115,5 +116,17 @@ def choose_layout(
         spec = default_mesh(config, found, dtype, rows, quantize, draft)
         notes.append(f"mesh {spec}, chosen for {len(found)} {platform} device(s); --mesh overrides it")
     layout = model_layout(config, spec.resolve(len(found)), found, quantize) if known is None else known.on(found)
+    _check_hosts(layout, found)
     check_memory(layout, dtype, found[0])
     return layout, dtype, notes
+
+
+def _check_hosts(layout: ModelLayout, devices: Sequence[Any]) -> None:
+    assert layout.mesh is not None, "the layout has been placed on the devices"
+    idle = {device.process_index for device in devices} - {one.process_index for one in layout.mesh.devices.flat}
+    if idle:
+        hosts = ", ".join(map(str, sorted(idle)))
+        raise MeshError(
+            f"mesh {layout.spec} has no device of host {hosts}, but every host takes part: use all {len(devices)} "
+            "devices, for example with data=-1"
+        )

@@ -50,7 +50,7 @@ class Completion:
     @property
     def whole_text(self) -> str:
         """The prompt with its masks filled, the completion and the suffix."""
-        return (self.filled_prompt or self.prompt) + self.text + self.suffix
+        return (self.prompt if self.filled_prompt is None else self.filled_prompt) + self.text + self.suffix
 
 
 def cut_completion(

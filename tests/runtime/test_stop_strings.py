@@ -84,6 +84,11 @@ def test_a_stream_is_not_generated_beyond_its_stop_string(demo: Engine, monkeypa
     config = DiffusionConfig.published(32, block_length=8, early_stop=False)
     assert "".join(demo.stream(PROMPTS[0], config, stop=[" %"])).endswith("number")
     assert len(looks) < 16
+    # A string is one stop string, not a set of characters.
+    assert "".join(demo.stream(PROMPTS[0], config, stop=" %")).endswith("number")
+    (completion,) = demo.generate(PROMPTS[0], config, stop=" %")
+    assert completion.finish_reason == "stop"
+    assert completion.text.endswith("number")
 
 
 def ends_after(count: int) -> StopTest:

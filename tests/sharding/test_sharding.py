@@ -27,6 +27,9 @@ def test_parse() -> None:
     assert MeshSpec.parse("data=2,sequence=1,tensor=4") == MeshSpec(2, 1, 4)
     assert MeshSpec.parse("tensor=8") == MeshSpec(tensor=8)
     assert MeshSpec.parse(" data = -1 , tensor=2").resolve(8) == MeshSpec(data=4, tensor=2)
+    for sizes in ({"tensor": 0}, {"data": -2}, {"sequence": 1 << 21}, {"data": -1, "tensor": -1}):
+        with pytest.raises(MeshError, match=r"positive integer|only one axis"):
+            MeshSpec(**sizes)
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ CHIP = replace(CHIPS["h100"], platform="cpu")  # a CPU's programs are estimated 
 @pytest.mark.parametrize("mesh", ["data=1", "data=2", "data=2,sequence=2,tensor=2"])
 @pytest.mark.parametrize("megabytes", [8, 40])
 def test_rows_of_a_batch_fit_and_one_more_does_not(mesh: str, megabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(mesh)
-    weights = engine.layout.bytes_per_device("float32")
+    weights = model_layout(CONFIG, MeshSpec.parse(mesh), jax.devices()).bytes_per_device("float32")
     free = megabytes << 20
     monkeypatch.setattr(runner, "device_memory", lambda device: weights + free)
+    engine = engine_of(mesh)
     data = engine.layout.spec.data
     found = engine.batch_size(1 << 20, CANVAS)
     assert found % data == 0
@@ -52,8 +52,8 @@ def test_rows_of_a_batch_fit_and_one_more_does_not(mesh: str, megabytes: int, mo
 
 
 def test_a_cache_leaves_room_for_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of("data=1", replace(CONFIG, num_layers=64))
     monkeypatch.setattr(runner, "device_memory", lambda device: 64 << 20)
+    engine = engine_of("data=1", replace(CONFIG, num_layers=64))
     assert 1 <= engine.batch_size(1 << 20, CANVAS, cached=True) < engine.batch_size(1 << 20, CANVAS)
 
 
