@@ -86,8 +86,7 @@ def main(values: flags.FlagValues) -> None:
             for sentence in output.repaired:
                 say(sentence)
             done = output.done(set(order))
-        tokens = {"tokens": batch.tokens_digest()} if this_host().count > 1 else {}
-        start_devices(values, checkpoints | {"input": batch.digest} | tokens)
+        start_devices(values, checkpoints | {"input": batch.digest, "tokens": facts["tokens"]})
         done = of_bits(this_host().gather("done", as_bits(done, order))[0], order)
         if done:
             say(f"{len(done)} of {len(order)} results exist already")
@@ -134,7 +133,8 @@ def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: fla
     """Write the sorted results, and the samples for EvalPlus, once every result exists."""
     found = output.sort(order)
     if values.format == "evalplus":
-        output.write(SAMPLES, [sample for record in found for sample in evalplus_records(record, values.chat)])
+        chats = {line.id for line in batch.lines if values.chat or not line.prompt}  # the rest are lines with messages
+        output.write(SAMPLES, [sample for one in found for sample in evalplus_records(one, one.get("id") in chats)])
     say(
         f"{len(found)} results in {output.path / RESULTS}, in the input's order in {output.path / SORTED}"
         + (f"; {len(batch.bad)} lines in errors.jsonl" if batch.bad else "")

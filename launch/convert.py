@@ -55,8 +55,8 @@ def define_flags(values: flags.FlagValues) -> None:
         "quantize",
         "none",
         QUANTIZATIONS,
-        "int8: store matrices as integers with a scale per output channel; int4: with a scale per group of weights, "
-        "two integers per byte; this cannot be undone.",
+        "int8: store matrices as 8-bit integers with a scale per output channel; int4: as 4-bit integers with a scale "
+        "per group of weights, two integers per byte. Neither can be undone.",
         flag_values=values,
     )
     flags.DEFINE_string("revision", None, "Branch, tag or commit on the Hub.", flag_values=values)
@@ -81,7 +81,11 @@ def use_cpu_devices(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh convert``: write a Hugging Face folder or a legacy pickle as a canonical checkpoint."""
     legacy = find_legacy(
-        values.source, config=values.config, biases_from=values.biases_from, zero_biases=values.zero_biases
+        values.source,
+        config=values.config,
+        biases_from=values.biases_from,
+        zero_biases=values.zero_biases,
+        offline=values.offline,
     )
     lora = read_lora(values)
     if legacy is None:
@@ -114,6 +118,7 @@ def main(values: flags.FlagValues) -> None:
                 quantize=values.quantize,
                 progress=progress,
                 processes=everyone,
+                others=() if legacy is None else legacy.inputs,
             )
     say(f"{layout.parameter_count:,} parameters in {time.perf_counter() - start:.1f} s")
     if everyone.is_first:

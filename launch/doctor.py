@@ -50,10 +50,13 @@ FIRST_FLAGS = ("checkpoint", "mesh", "megabytes", "devices", "compile_cache", "n
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
     flags.DEFINE_string(
-        "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
+        "checkpoint", str(DEMO), "Folder, URL or Hub name to verify. Default: the demo.", flag_values=values
     )
     flags.DEFINE_string(
-        "mesh", None, "Mesh to test collectives on. Default: data over hosts, tensor within each.", flag_values=values
+        "mesh",
+        None,
+        "Mesh to test collectives on, such as data=2,tensor=4. Default: data over hosts, tensor within each.",
+        flag_values=values,
     )
     define_real("megabytes", 16.0, "Size of each collective per device, in megabytes.", 0.001, 4096.0, values=values)
     define_device_flags(values)

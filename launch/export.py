@@ -29,7 +29,7 @@ FIRST_FLAGS = ("checkpoint", "output", "overwrite", "lora", "num_processes")
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
-    flags.DEFINE_string("checkpoint", None, "Checkpoint to export.", flag_values=values)
+    flags.DEFINE_string("checkpoint", None, "Checkpoint to export: folder, URL or Hub name.", flag_values=values)
     define_lora_flag(values)
     define_output_flags(values)
     define_place_flags(values)

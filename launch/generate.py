@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from launch.display.canvas_view import CanvasView, check_history, observed, row_titles, write_history
+from launch.display.canvas_view import CanvasView, check_display, observed, row_titles, write_history
 from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
 from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe, draft_notice
@@ -36,7 +36,7 @@ from launch.flags.prompts import define_prompt_flags, read_prompts
 from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
-from launch.process.startup import define_device_flags, is_main_process, run_launcher, say, start_devices
+from launch.process.startup import define_device_flags, is_main_process, run_launcher, say, start_devices, this_host
 from runtime import (
     CompletionBuilder,
     DiffusionConfig,
@@ -63,15 +63,13 @@ def define_flags(values: flags.FlagValues) -> None:
     define_model_flags(values)
     define_prompt_flags(values)
     flags.DEFINE_integer(
-        "max_batch", None, "Rows on the devices at a time. Default: as memory allows.", 1, flag_values=values
+        "max_batch", None, "Maximum rows to run at once. Default: as memory allows.", 1, flag_values=values
     )
     define_decoding_flags(values)
     define_request_flags(values)
     switch("json", "Print one JSON line per completion.")
     switch("watch", "Show the canvas as it unmasks, in the terminal.")
-    flags.DEFINE_string(
-        "history_html", None, "Write an HTML page to this file that replays the generation.", flag_values=values
-    )
+    flags.DEFINE_string("history_html", None, "File for an HTML page that replays the generation.", flag_values=values)
     switch("verbose", "Print all decoding parameters, the mesh and the size of the weights.")
     switch("explain", "Print the layout of every weight on the mesh, and stop.")
     define_profiling_flags(values)
@@ -90,8 +88,7 @@ def main(values: flags.FlagValues) -> None:
     tokenizer = read_tokenizer(folder)
     config = decoding_config(values, folder, model)
     config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
-    if values.history_html is not None:
-        check_history(values.history_html, folder.name, config)
+    check_display(values, folder.name, config)
     prompts = read_prompts(values)
     ids, mask, suffixes = encode_prompts(tokenizer, prompts, model, suffixes=values.suffix, chat=values.chat)
     check_request(read_rows(ids, mask, model, suffixes), model, config)
@@ -136,6 +133,7 @@ def main(values: flags.FlagValues) -> None:
             write_history(values.history_html, view, result, titles, config, completions)
     say(summary(completions, result, ids.shape[1], interruption.signal if interruption.cut_short else None))
     if interruption.cut_short:
+        this_host().finish()
         sys.exit(interruption.exit_code)
 
 

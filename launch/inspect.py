@@ -23,7 +23,7 @@ from runtime import STORED_DTYPES, InputError
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
-    flags.DEFINE_string("checkpoint", None, "Checkpoint to inspect.", flag_values=values)
+    flags.DEFINE_string("checkpoint", None, "Folder, URL or Hub name, or a legacy params.pkl.", flag_values=values)
     define_config_flag(values)
     flags.DEFINE_bool("tensors", False, "List every tensor with its shape and dtype.", flag_values=values)
     define_real(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
+from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART
 from launch.process.startup import fail, version
 from launch.process.streams import prepare_streams
 
 LAUNCHERS = {
     "generate": "complete prompts with a language model on any mesh",
     "batch": "complete a file of prompts, each exactly once, even across restarts",
-    "serve": "serve a model over HTTP to the clients of OpenAI's API",
+    "serve": "serve a model over an OpenAI-compatible HTTP API",
     "convert": "turn a Hugging Face folder into a canonical checkpoint with digests",
     "export": "turn a checkpoint back into a Hugging Face folder",
     "verify": "check every byte of a checkpoint against its digests",
@@ -48,7 +51,13 @@ def run() -> None:
         except OSError as error:
             fail(f"standard output: {error.strerror}")
     elif command in LAUNCHERS:
-        launcher = importlib.import_module(f"launch.{command}")
+        # The first process of a container ignores SIGTERM otherwise. Commands replace this handler once they start.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_RESTART))
+        try:
+            launcher = importlib.import_module(f"launch.{command}")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(EXIT_INTERRUPTED)
         launcher.run([f"diffumesh {command}", *sys.argv[2:]])
     else:
         fail(f'there is no command "{command}"\n\n{usage()}')

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, to the clients of OpenAI's API.
+"""Serve a model over an OpenAI-compatible HTTP API.
 
   diffumesh serve                                              the demo checkpoint, on 127.0.0.1:8000
   diffumesh serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16

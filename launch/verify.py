@@ -27,7 +27,7 @@ from runtime import InputError
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
     flags.DEFINE_string(
-        "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
+        "checkpoint", str(DEMO), "Folder, URL or Hub name to verify. Default: the demo.", flag_values=values
     )
     flags.DEFINE_bool(
         "write_manifest",

@@ -43,6 +43,8 @@ def run_facts(
         "model": defaults.model_name,
         "tokenizer": digest.hexdigest()[:16],
         "input": batch.digest,
+        # Other versions of the tokenizer's library may make other tokens, and a chat template may use the date.
+        "tokens": batch.tokens_digest(),
         "seed": defaults.seed,
         "decoding": decoding,
         "steps_follow_tokens": defaults.steps_follow_tokens,

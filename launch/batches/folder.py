@@ -37,6 +37,7 @@ class BatchFolder:
         """
         self.path = path
         self.repaired: list[str] = []
+        self._errors: set[bytes] | None = None
         self._files: dict[str, int] = {}
         self._locks: list[int] = []
         self._folder_is_locked = False
@@ -51,6 +52,8 @@ class BatchFolder:
             self._lock()
             # A run writes run.json before its first record. Other files are refused later, and left as they are.
             own = (path / RUN).is_file()
+            for left in path.glob(".*.partial") if own else ():
+                left.unlink(missing_ok=True)
             for name in (RESULTS, ERRORS):
                 self._open(name, repair=own)
         except InputError:
@@ -215,8 +218,12 @@ class BatchFolder:
         Raises:
           InputError: as :meth:`append`.
         """
-        there = {line for line, _ in self._records(ERRORS)}
-        self._append(ERRORS, [record for record in records if as_line(record) not in there])
+        if self._errors is None:
+            self._errors = {line for line, _ in self._records(ERRORS)}
+        new = {as_line(record): record for record in records}
+        added = [record for line, record in new.items() if line not in self._errors]
+        self._append(ERRORS, added)
+        self._errors |= new.keys()
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         self._check_lock()

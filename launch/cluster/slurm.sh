@@ -39,8 +39,9 @@ if [[ -z ${DIFFUMESH_HOSTS_SECRET_FILE:-} ]]; then
 fi
 
 # A fault on one host ends the run on all hosts, so Slurm does not need to kill the others.
-srun --kill-on-bad-exit=0 --label "$PYTHON" -m launch.main "$@" | sed -u 's/^ *0: //'
-code=${PIPESTATUS[0]}
+# No --label: with it, Slurm breaks lines of more than 1024 bytes, such as those of --json. Only host 0 prints results.
+srun --kill-on-bad-exit=0 "$PYTHON" -m launch.main "$@"
+code=$?
 
 if [[ $code -eq 42 && ${SLURM_RESTART_COUNT:-0} -lt $MAX_RESTARTS ]]; then
   echo "exit code 42: requeued (restart $((${SLURM_RESTART_COUNT:-0} + 1)) of $MAX_RESTARTS)" >&2

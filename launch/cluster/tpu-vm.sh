@@ -148,10 +148,10 @@ follow_command() {
 pass_on() {
   while IFS= read -r line; do
     case $line in
-      "out "*) echo "${line#*] }" ;;
-      *) echo "${line#log }" >&2 ;;
+      "out "*) printf '%s\n' "${line#*] }" ;;
+      *) printf '%s\n' "${line#log }" >&2 ;;
     esac
-    echo "$line" >>"$LOG"
+    printf '%s\n' "$line" >>"$LOG"
   done
 }
 
@@ -183,7 +183,8 @@ attach() {
     on_all_hosts "$(follow_command "$1" "$2")" | pass_on
     waiting=
     for host in $hosts; do
-      tail -n "+$(($2 + 1))" "$LOG" | grep -qF "exit [$host] " || waiting=$host
+      # Not grep -q: it would end before tail has written all, and pipefail would take that for no match.
+      tail -n "+$(($2 + 1))" "$LOG" | grep -F "exit [$host] " >/dev/null || waiting=$host
     done
     if [[ -z $waiting ]]; then return "$(tail -n "+$(($2 + 1))" "$LOG" | worst_code)"; fi
     if [[ $(wc -l <"$LOG") -gt $lines ]]; then failures=0; fi

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+from absl import flags
 
 from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.display.watch import CanvasWatcher, TokenKind
@@ -164,15 +165,21 @@ def row_titles(prompts: Sequence[str], samples: int) -> list[str]:
     ]
 
 
-def check_history(path: str, model: str, config: DiffusionConfig | SamplingConfig) -> None:
-    """Check that a model has a history, and that its page can be written.
+def check_display(values: flags.FlagValues, model: str, config: DiffusionConfig | SamplingConfig) -> None:
+    """Check that what the flags ask for can be shown.
 
     Raises:
-      InputError: the model is autoregressive, or the path cannot be written.
+      InputError: log-probabilities are not in JSON; or there is no history, because the model is autoregressive, or its
+        page cannot be written.
     """
+    if config.log_probabilities and not values.json:
+        raise InputError("--log_probabilities requires --json", field="log_probabilities")
+    if values.history_html is None:
+        return
     if isinstance(config, SamplingConfig):
         raise InputError(f"--history_html requires a diffusion model; {model} is autoregressive")
-    check_writable("history_html", path)
+    if is_main_process():
+        check_writable("history_html", values.history_html)
 
 
 def write_history(

@@ -24,7 +24,7 @@ def define_batch_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: also write {SAMPLES} for EvalPlus.", flag_values=values)
     flags.DEFINE_bool("skip_bad", False, "Write invalid lines to errors.jsonl and run the others.", flag_values=values)
     flags.DEFINE_integer(
-        "slots", None, "Rows on the devices at a time. Default: 32 per data shard.", 1, flag_values=values
+        "slots", None, "Maximum rows to run at once. Default: 32 per data shard.", 1, flag_values=values
     )
     flags.DEFINE_bool(
         "verbose", False, "Print all decoding parameters, the mesh and the size of the weights.", flag_values=values
@@ -42,7 +42,7 @@ def check_paths(values: flags.FlagValues) -> None:
         if not values[name].value:
             raise InputError(f"--{name} is missing; see --help")
     if "://" in values.output_dir:
-        raise InputError(f"--output_dir={values.output_dir}: expected a folder on a disk of host 0")
+        raise InputError(f"--output_dir={values.output_dir}: expected a local folder on host 0")
 
 
 def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> tuple[Batch, Defaults]:

@@ -40,7 +40,7 @@ FAST_DLLM = "fast-dllm"
 def define_request_flags(values: flags.FlagValues) -> None:
     """Define what a command sets for each of its prompts, besides decoding parameters."""
     flags.DEFINE_bool(
-        "chat", False, "Put each prompt into the checkpoint's chat template as a user's message.", flag_values=values
+        "chat", False, "Format each prompt as a user message with the checkpoint's chat template.", flag_values=values
     )
     flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
     flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion", flag_values=values)
@@ -52,9 +52,9 @@ def define_decoding_flags(values: flags.FlagValues) -> None:
         "preset",
         "published",
         ("published", "class", FAST_DLLM),
-        "Where defaults of decoding parameters come from: published (the model authors' settings), class (the original "
-        "class's defaults) or fast-dllm (Fast-dLLM for Dream, except that the best other token replaces a predicted "
-        "mask token).",
+        "Where the defaults of decoding parameters come from: published (the model authors' settings), class (the "
+        "defaults of DiffusionConfig or SamplingConfig) or fast-dllm (Fast-dLLM's settings for Dream; if the model "
+        "predicts the mask token, the best other token is taken).",
         flag_values=values,
     )
     for parameter in EXPOSED_PARAMETERS.values():
@@ -149,7 +149,7 @@ def _diffusion_config(
 ) -> DiffusionConfig:
     if wrong := [name for name in given if not hasattr(DiffusionConfig, name)]:
         names = ", ".join(f"--{name}" for name in wrong)
-        raise InputError(f"{folder.name} is a diffusion model: {names} is for autoregressive models", field=wrong[0])
+        raise InputError(f"{folder.name} is a diffusion model; only autoregressive models have {names}", field=wrong[0])
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()
     if values.preset == "published":
@@ -179,8 +179,8 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
     if wrong:
         own = [f"--{name}" for name in AUTOREGRESSIVE_PARAMETERS]
         raise InputError(
-            f"{folder.name} is autoregressive and does not support {', '.join(f'--{name}' for name in wrong)}; use "
-            f"{', '.join(own)} and --cache=none",
+            f"{folder.name} is autoregressive and does not support {', '.join(f'--{name}' for name in wrong)}; it "
+            f"supports {', '.join(own)} and --cache=none",
             field=wrong[0],
         )
     said: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS}

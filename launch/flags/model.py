@@ -67,16 +67,19 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string(
         "mesh",
         None,
-        "For example data=2,sequence=1,tensor=4; one axis may be -1. Default: chosen by the planner.",
+        "Devices per mesh axis, such as data=2,sequence=1,tensor=4; one axis may be -1 for all remaining devices. "
+        "Default: chosen by the planner.",
     )
-    choice("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored; float32 on CPU.")
-    choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention; auto chooses by platform, dtype and shape.")
+    choice("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: float32 on CPU, otherwise as stored.")
+    choice(
+        "attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention kernel; auto chooses by platform, dtype and shape."
+    )
     choice(
         "quantize",
         "none",
         QUANTIZATIONS,
         "int8: store weights as 8-bit integers with a scale per output channel; int4: as 4-bit integers with a scale "
-        "per group of at most 64, on GPU and where memory is short.",
+        "per group of at most 64 weights, for devices whose memory is too small for int8.",
     )
     choice("kv_cache", "model", CACHE_DTYPES, "Dtype of the KV cache; model is the dtype of the weights.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import IO
 
 from absl import flags
 
@@ -32,10 +33,9 @@ def read_prompts(values: flags.FlagValues) -> list[str]:
     prompts = list(values.prompt)
     for name in values.prompt_file:
         try:
-            if Path(name).stat().st_size > MAX_PROMPT_BYTES:
-                raise InputError(f"--prompt_file={name}: larger than {MAX_PROMPT_BYTES} bytes")
-            prompts.append(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            with Path(name).open("rb") as file:
+                prompts.append(_read(file, f"--prompt_file={name}"))
+        except OSError as error:
             raise InputError(f"--prompt_file={name}: cannot be read as UTF-8 text ({error})") from error
     if not prompts:
         # All hosts use the standard input of host 0.
@@ -51,11 +51,18 @@ def read_standard_input() -> str:
     """Read standard input; empty if it is an interactive terminal.
 
     Raises:
-      InputError: the input is not UTF-8 text.
+      InputError: the input is too large, or is not UTF-8 text.
     """
     if sys.stdin.isatty():
         return ""
+    return _read(sys.stdin.buffer, "standard input")
+
+
+def _read(file: IO[bytes], where: str) -> str:
+    data = file.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InputError(f"{where}: larger than {MAX_PROMPT_BYTES} bytes")
     try:
-        return sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not UTF-8 text ({error})") from error
+        raise InputError(f"{where}: cannot be read as UTF-8 text ({error})") from error

@@ -50,11 +50,11 @@ def define_server_flags(values: flags.FlagValues) -> None:
 
     string("host", "127.0.0.1", "Address to listen on. Any other than loopback requires --api_key_file.")
     integer("port", 8000, "Port to listen on; 0 for a free one.", 0, 65535)
-    string("api_key_file", None, "File of API keys, one per line, readable only by its owner; all routes require one.")
+    string("api_key_file", None, "File of API keys, one per line, readable only by its owner; all requests need a key.")
     flags.DEFINE_list(
         "allowed_hosts",
         None,
-        "Host names that requests may use. Default: those of this machine on loopback, else any.",
+        "Host headers to accept. Default: loopback names if --host is a loopback address, otherwise any.",
         flag_values=values,
     )
     string("served_model_name", None, "Name of the model in the API. Default: its Hub name, or the name of its folder.")
@@ -67,12 +67,12 @@ def define_server_flags(values: flags.FlagValues) -> None:
         1 << 20,
         flag_values=values,
     )
-    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, for each mode.", 1, 1 << 16)
+    integer("slots", _DEFAULT_SLOTS, "Maximum rows to run at once, for each mode.", 1, 1 << 16)
     integer("max_programs", MAX_PROGRAMS, "Largest number of shapes to compile for each mode.", 1, 1 << 10)
     flags.DEFINE_multi_string(
         "mode",
         [],
-        "Another set of decoding parameters to serve, such as cache=dual,parallel=threshold.",
+        "Another set of decoding parameters to serve, such as cache=dual,parallel=threshold",
         flag_values=values,
     )
     integer(
@@ -180,7 +180,7 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
             # A request for this mode would get the value of the server's flag instead.
             if not EXPOSED_PARAMETERS[name].is_compiled(found[-1]) and fields[name] != getattr(found[0], name):
                 raise InputError(
-                    f"--mode={text}: {name} is a value of each request and not of a mode; leave it out here",
+                    f"--mode={text}: {name} is set in each request, not in a mode; leave it out here",
                     field="mode",
                 )
     return found
@@ -198,6 +198,8 @@ def read_pool_shapes(
     for config in configs:
         check_kind(model, config)
     widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
+    if len(widths) > values.max_programs:
+        raise InputError(f"--max_programs={values.max_programs} is too few for {len(widths)} widths (--canvas)")
     if widths[-1] > model.max_positions:
         raise InputError(f"--canvas={widths[-1]}: the model allows {model.max_positions} positions")
     for config in configs:
@@ -205,7 +207,7 @@ def read_pool_shapes(
             raise InputError(f"--canvas={widths[-1]} is narrower than a block of {config.attention_block_length}")
     if (tokens := configs[0].max_new_tokens) >= widths[-1]:
         raise InputError(
-            f"--canvas={widths[-1]} has no room for a prompt beside {tokens} new tokens: give a wider one, or fewer "
+            f"--canvas={widths[-1]} has no room for a prompt beside {tokens} new tokens: raise --canvas, or lower "
             "--max_new_tokens"
         )
     try:

@@ -28,7 +28,9 @@ _DECODING = {
     "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
     "block_length": EXPOSED_PARAMETERS["block_length"],
     # A plan compares meshes, and "auto" depends on the mesh.
-    "draft_steps": replace(_DRAFTS, kind=_DRAFTS.kind.integer, flag_help="A plan requires a number."),
+    "draft_steps": replace(
+        _DRAFTS, kind=_DRAFTS.kind.integer, flag_help="A plan requires a number, and assumes that no draft is accepted."
+    ),
     "draft_axis": EXPOSED_PARAMETERS["draft_axis"],
 }
 
@@ -47,16 +49,19 @@ def define_workload_flags(values: flags.FlagValues) -> None:
         "draft_model",
         None,
         tuple(PRESETS),
-        "Draft model of an autoregressive model, by name. Its weights and cache are counted; the passes that drafts "
-        "save depend on the text. Vocabularies are not compared.",
+        "Draft model of an autoregressive model, by name. A plan counts its weights and cache but not its passes, as "
+        "what drafts save depends on the text. Vocabularies are not compared.",
         flag_values=values,
     )
     flags.DEFINE_string(
-        "draft_checkpoint", None, "The same, by folder, URL or Hub name; only config.json is read.", flag_values=values
+        "draft_checkpoint",
+        None,
+        "Draft model by folder, URL or Hub name, instead of --draft_model; only its config.json is read.",
+        flag_values=values,
     )
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored.", flag_values=values)
     integer("batch", 1, "Rows that are generated together.")
-    integer("prompt", 256, "Tokens of each prompt.")
+    integer("prompt", 256, "Length of each prompt, in tokens.")
     integer("new_tokens", 256, "Tokens to generate for each row.")
     for parameter in _DECODING.values():
         define_flag(parameter, values)
@@ -64,7 +69,7 @@ def define_workload_flags(values: flags.FlagValues) -> None:
         "quantize",
         "none",
         QUANTIZATIONS,
-        "Plan with int8 or int4 weights. A checkpoint that is stored so is always planned so.",
+        "Plan with int8 or int4 weights. A quantized checkpoint is always planned as stored.",
         flag_values=values,
     )
 
@@ -95,7 +100,7 @@ def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, Dra
     if values.draft_model is None and values.draft_checkpoint is None:
         return None
     if values.draft_model is not None and values.draft_checkpoint is not None:
-        raise InputError("give one of --draft_model and --draft_checkpoint", field="draft_checkpoint")
+        raise InputError("give either --draft_model or --draft_checkpoint, not both", field="draft_checkpoint")
     name, draft, stored = _read_model(values, "draft_")
     check_draft_objectives(config, draft, name)
     return name, DraftModel(draft, values.quantize if stored == "none" else stored)
@@ -108,13 +113,14 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
       InputError: no model is given, or the values contradict each other.
     """
     if (values.model is None) == (values.checkpoint is None):
-        raise InputError(f"give one of --model={'|'.join(PRESETS)} and --checkpoint=DIR")
+        raise InputError(f"give either --model={'|'.join(PRESETS)} or --checkpoint=DIR")
     name, config, stored = _read_model(values)
     draft = _read_draft(values, config)
     given = [f"--{flag}" for flag in _DECODING if values[flag].present]
     if config.objective == "autoregressive" and given:
         raise InputError(
-            f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token"
+            f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token; leave "
+            "them out"
         )
     block_length = config.attention_block_length or Workload.block_length
     return name if draft is None else f"{name} with the draft model {draft[0]}", Workload(

@@ -30,6 +30,8 @@ from runtime import InputError
 SECONDS_TO_STOP = 5.0
 
 _TICK = 0.25
+# A terminal and a parent process may both pass on the same Ctrl-C.
+_SECONDS_OF_ONE_SIGNAL = 0.5
 _PR_SET_PDEATHSIG = 1
 _KILLED_WITHIN = 30.0  # seconds in which the supervisor kills the worker after a fault
 
@@ -53,7 +55,7 @@ class Host:
         self._stall_timeout = stall_timeout
         self._moved = math.inf  # infinite until the first progress
         self._grace_period = math.inf
-        self._end_by = self._stop_by = math.inf
+        self._end_by = self._stop_by = self._interrupted_at = math.inf
         self._wakeup: tuple[int, int] | None = None
         self._before: Any = None
 
@@ -102,13 +104,15 @@ class Host:
                 _give_up(f"did not end within {self._grace_period:.0f} s after SIGTERM")
 
     def _interrupt(self, received: bool) -> None:
-        """Note a Ctrl-C. Exit if nothing is in flight and Python has not ended the process in time.
+        """Note a Ctrl-C. Exit if it is the second, or if nothing is in flight and Python has not ended in time.
 
         Python raises ``KeyboardInterrupt`` only once the main thread has left code in C, such as the compiler.
         """
         now = time.monotonic()
+        if received and now - self._interrupted_at > _SECONDS_OF_ONE_SIGNAL:
+            self._stop_by = now - 1
         if received and not self._interrupted:
-            self._interrupted = True
+            self._interrupted, self._interrupted_at = True, now
             self._stop_by = math.inf if self._in_flight else now + SECONDS_TO_STOP - 1
         if now > self._stop_by:
             print("interrupted", file=sys.stderr, flush=True)

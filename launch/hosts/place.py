@@ -34,7 +34,6 @@ class Place:
       control_port: port of host 0 where its supervisor listens.
       bind: address that host 0 listens on.
       local_devices: ids of the devices that this process uses; None for all devices of the machine.
-      found_in: the source of these values, for messages.
     """
 
     host: int
@@ -43,7 +42,6 @@ class Place:
     control_port: int = 0
     bind: str = ""
     local_devices: tuple[int, ...] | None = None
-    found_in: str = "alone"
 
     @property
     def coordinator_host(self) -> str:
@@ -111,7 +109,7 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
     """
     around = os.environ if environment is None else environment
     if values.num_processes == 1:
-        return Place(0, 1, found_in="--num_processes=1")
+        return Place(0, 1)
     given = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
     absent = [name for name, value in given.items() if value is None]
     if not absent:
@@ -127,7 +125,7 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
     if not 1 <= hosts <= MAX_HOSTS or not 0 <= host < hosts:
         raise InputError(f"{where}: host {host} of {hosts}; expected an index from 0 and at most {MAX_HOSTS} hosts")
     if hosts == 1:
-        return Place(0, 1, found_in=where)
+        return Place(0, 1)
     name, port = _split_address(address, values.coordinator_port, where)
     return Place(
         host=host,
@@ -136,7 +134,6 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
         control_port=values.control_port or (port + 1 if port < 65535 else port - 1),
         bind=values.coordinator_bind_address or ("127.0.0.1" if _LOOPBACK.fullmatch(name) else "[::]"),
         local_devices=_local_devices(values.local_device_ids, around),
-        found_in=where,
     )
 
 

@@ -38,7 +38,8 @@ def check_profiling(values: flags.FlagValues) -> None:
       InputError: a folder cannot be created or written.
     """
     for name in ("profile_dir", "dump_hlo"):
-        if values[name].value is not None:
+        # Every host writes its own trace, and host 0 alone writes programs.
+        if values[name].value is not None and (name == "profile_dir" or is_main_process()):
             check_folder(name, values[name].value)
 
 
@@ -52,6 +53,8 @@ def check_folder(name: str, path: str) -> None:
     Raises:
       InputError: the folder cannot be used.
     """
+    if not path:
+        raise InputError(f"--{name} is empty; name a folder")
     folder = Path(path).resolve()
     if not folder.parent.is_dir():
         raise InputError(f"--{name}={path}: there is no such folder")

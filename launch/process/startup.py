@@ -98,14 +98,15 @@ def run_launcher(
         return
     global _host
     together = "devices" in values and "coordinator_address" in values
-    _host = _find_host(argv, together) if "coordinator_address" in values else Host()
-    if not together and _host.process_index > 0:
-        print(
-            f"host {_host.process_index} has nothing to do: host 0 runs this command; --num_processes=1 runs it here",
-            file=sys.stderr,
-        )
-        return
     try:
+        _host = _find_host(argv, together) if "coordinator_address" in values else Host()
+        if not together and _host.process_index > 0:
+            print(
+                f"host {_host.process_index} has nothing to do: host 0 runs this command; --num_processes=1 runs it "
+                "here",
+                file=sys.stderr,
+            )
+            return
         with _host if together else contextlib.nullcontext():
             rest = values(argv)
             if len(rest) > 1:
@@ -365,7 +366,8 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
         return
     amount = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    # Standard output stays what it is: an interruption may print results while the bar is shown.
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
         task = progress.add_task(title, total=None)
 
         def report(done: int, total: int) -> None:

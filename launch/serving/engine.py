@@ -361,7 +361,8 @@ class ServingEngine:
                 if not scheduler.unfinished:
                     return HostStep(StepPlan(), None, report, last=True)
             plan = scheduler.schedule(now)
-            compiled = None if self._compilation is None else self._compilation.choose(scheduler)
+            draining = self._end_by is not None
+            compiled = None if self._compilation is None or draining else self._compilation.choose(scheduler)
             return HostStep(plan, compiled, report)
 
     def _should_report(self, now: float) -> bool:

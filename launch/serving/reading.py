@@ -122,9 +122,8 @@ class Reader:
             raise from_input_error(error) from None
         seed = changes.get("seed", secrets.randbits(_SEED_BITS))
         seeds = row_seeds(seed, len(asked), samples)
-        pools = [self._pool(one) for one in asked]
-        # All rows of a request use the same pool, so that they wait in the same queue.
-        pool = max(pools)
+        # All rows of a request have the same parameters, and so the same pool.
+        (pool,) = {self._pool(one) for one in asked}
         rows = [
             one.request(seeds[number * samples + sample])
             for number, one in enumerate(asked)

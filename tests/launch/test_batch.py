@@ -215,7 +215,7 @@ def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             assert message in line
     assert not (tmp_path / "out").exists(), "nothing is written for an input that is refused"
     assert "cannot be read" in fails(capsys, tmp_path / "none.jsonl", tmp_path / "out")
-    assert "a folder on a disk" in fails(capsys, tmp_path / "in.jsonl", "gs://bucket/out")
+    assert "expected a local folder" in fails(capsys, tmp_path / "in.jsonl", "gs://bucket/out")
     (tmp_path / "in.jsonl").write_text("\n")
     assert "the file has no lines" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
 
@@ -256,6 +256,23 @@ def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "out" / "results.jsonl").write_text("?\n")
     with pytest.raises(InputError, match="not written by this run"):
         output.done(set())
+
+
+def test_evalplus_samples_of_a_line_with_messages(tmp_path: Path, compiled: str) -> None:
+    """Also without --chat, the answer to messages is a complete solution."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("diffumesh.manifest.json", "diffumesh.files.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    lines = [
+        {"id": "a", "prompt": "def f(x):", "max_tokens": 8},
+        {"id": "b", "messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8},
+    ]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    launch(source, output, compiled, f"--checkpoint={folder}", "--format=evalplus")
+    samples = {one["task_id"]: one.keys() - {"task_id"} for one in records(output / "samples.jsonl")}
+    assert samples == {"a": {"completion"}, "b": {"solution"}}
 
 
 def test_evalplus_samples_of_a_chat() -> None:

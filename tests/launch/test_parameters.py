@@ -227,7 +227,7 @@ def test_modes_set_what_a_mode_can() -> None:
             f"{key}={str(given).lower()}" for key, given in settings(EXPOSED_PARAMETERS[name], value).items()
         )
         if name in OF_EACH_REQUEST:
-            with pytest.raises(InputError, match=f"{name} is a value of each request"):
+            with pytest.raises(InputError, match=f"{name} is set in each request"):
                 read_modes([text], defaults())
         else:
             assert getattr(read_modes([text], defaults())[1], name) == value

@@ -45,7 +45,7 @@ def test_variables(environment: dict[str, str], host: int, hosts: int, coordinat
 def test_flags_come_first() -> None:
     given = ["--coordinator_address=[fd00::1]:5000", "--num_processes=3", "--process_id=2"]
     found = place(TORCHRUN, *given)
-    assert found == Place(2, 3, "[fd00::1]:5000", 5001, "[::]", None, "flags")
+    assert found == Place(2, 3, "[fd00::1]:5000", 5001, "[::]", None)
     ported = place(TORCHRUN, *given, "--coordinator_port=65535", "--coordinator_bind_address=10.0.0.1")
     assert (ported.coordinator, ported.control_port, ported.bind) == ("[fd00::1]:65535", 65534, "10.0.0.1")
     assert place(TORCHRUN, "--num_processes=1").hosts == 1

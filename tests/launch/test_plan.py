@@ -122,12 +122,12 @@ def test_without_the_compiler_the_analytical_part_works_alone(
         ),
         (
             ["--model=qwen3-8b", "--topology=v5e:2x4", "--draft_model=qwen3-0.6b", "--draft_checkpoint=x"],
-            "give one of --draft_model and --draft_checkpoint",
+            "give either --draft_model or --draft_checkpoint",
         ),
         (["--model=qwen3-8b", "--topology=v5e:2x4", "--draft_checkpoint="], "--draft_checkpoint is empty"),
         (
             ["--model=qwen3-8b", "--topology=v5e:2x4", "--draft_model=qwen3-0.6b", "--compile=1"],
-            "programs are compiled without a draft model",
+            "--compile does not work with a draft model",
         ),
         (["--topology=v5e:2x4", "--steps=0"], "steps is 0; expected an integer from 1 to 65536"),
         (["--topology=v5e:2x4", "--block_length=0"], "block_length is 0; expected an integer from 1"),

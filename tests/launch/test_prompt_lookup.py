@@ -42,7 +42,7 @@ def test_what_is_refused(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None
     common = (f"--checkpoint={gpt2}", f"--prompt={PROMPT}")
     assert "--prompt_lookup is 64; expected an integer from 0 to 63" in fails(capsys, *common, "--prompt_lookup=64")
     error = fails(capsys, f"--prompt={PROMPT}", "--prompt_lookup=2")
-    assert "is a diffusion model: --prompt_lookup is for autoregressive models" in error
+    assert "is a diffusion model; only autoregressive models have --prompt_lookup" in error
 
 
 def test_a_batch_is_the_same_run_with_other_drafts(
