@@ -12,12 +12,12 @@ default canvas. Requests turn early stop off, so every answer has the requested 
 Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and single requests right after
 ready), ``compiling`` (a single request, sent again and again while a server compiles its programs, beside the same
 request while it does not), ``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``,
-``capacity`` (requests per second while more wait than there are slots), ``same_arrivals`` (Poisson arrivals at 30 % of
-the old capacity, for both servers in turns), ``one_at_a_time`` (the requests of the loads through ``engine.generate``),
-``loads`` (Poisson arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh batch`` against its
-useful work at the best measured rate). :mod:`benchmarks.serve.sections` defines them exactly. The older server takes up
-to a minute for a request, so it gets fewer of them: two single requests, 60 Poisson arrivals, and those for its
-capacity.
+``capacity`` (requests per second while more wait than there are slots, for both servers in turns), ``same_arrivals``
+(Poisson arrivals at 30 % of the old capacity, in turns too), ``one_at_a_time`` (the requests of the loads through
+``engine.generate``), ``loads`` (Poisson arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh
+batch`` against its useful work at the best measured rate). :mod:`benchmarks.serve.sections` defines them exactly. The
+older server takes up to a minute for a request, so it gets fewer of them: two single requests, 60 Poisson arrivals, and
+those for its capacity.
 
 The record benchmarks/results/serve.json is written after each section, and plots are drawn at the end. Its
 ``acceptance`` has a row for each expectation, with the measured value, the goal, and whether it is met.
@@ -52,6 +52,7 @@ from benchmarks.serve.sections import (
     COMPARED_SHARE,
     LONGEST_IDLE,
     measure_batch,
+    measure_capacities,
     measure_capacity,
     measure_first_text,
     measure_load,
@@ -225,10 +226,7 @@ def measure_served(subject: Subject, servers: dict[str, Server], loop: GenerateL
         yield "first_text"
     if any(map(subject.wants, ("capacity", "same_arrivals", "loads"))):
         counts = {"old": sizes.old_saturated, "new": sizes.saturated}
-        results["capacity"] = {
-            name: measure_capacity(one.address, None, subject.asks, counts[name], sizes.users)
-            for name, one in servers.items()
-        }
+        results["capacity"] = measure_capacities(servers, subject.asks, counts, sizes.users, sizes.turns)
         yield "capacity"
     if subject.wants("same_arrivals") and "old" in servers:
         rate = COMPARED_SHARE * results["capacity"]["old"]["requests_per_second"]

@@ -226,21 +226,45 @@ def measure_first_text(servers: Mapping[str, Server], ask: Ask) -> list[dict[str
 # ---- loads --------------------------------------------------------------------------------------------------------
 
 
+def measure_capacities(
+    servers: Mapping[str, Server], asks: Sequence[Ask], counts: Mapping[str, int], users: int, turns: int
+) -> dict[str, dict[str, Any]]:
+    """Measure the capacities of both servers, which take turns; see :func:`measure_capacity`."""
+    parts: dict[str, list[Saturated]] = {name: [] for name in servers}
+    for turn in range(turns):
+        for name in sorted(servers, reverse=bool(turn % 2)):
+            servers[name].wait_until_idle()
+            count = -(-counts[name] // turns)
+            parts[name].append(_saturated(servers[name].address, None, asks, turn * count, count, users))
+    return {name: _capacity(found, asks, users) for name, found in parts.items()}
+
+
 def measure_capacity(address: str, key: str | None, asks: Sequence[Ask], count: int, users: int) -> dict[str, Any]:
     """Measure the capacity of a server: requests per second while more requests are open than it has slots.
 
     ``users`` requests are open at any time. The result is the new tokens per second over ``count`` answers, divided by
     the mean number of new tokens of all requests, so it depends less on which requests were answered.
     """
-    total = list(itertools.islice(itertools.cycle(asks), users // 2 + count + users - 1))
-    found: Saturated = run(address, key, lambda client: saturate(client, total, users, users // 2))
+    return _capacity([_saturated(address, key, asks, 0, count, users)], asks, users)
+
+
+def _saturated(address: str, key: str | None, asks: Sequence[Ask], first: int, count: int, users: int) -> Saturated:
+    """Saturate a server with the requests from number ``first`` on, until ``count`` answers count."""
+    part = list(itertools.islice(itertools.cycle(asks), first, first + users // 2 + count + users - 1))
+    found: Saturated = run(address, key, lambda client: saturate(client, part, users, users // 2))
     checked(found.answers)
+    return found
+
+
+def _capacity(parts: Sequence[Saturated], asks: Sequence[Ask], users: int) -> dict[str, Any]:
+    seconds = sum(part.seconds for part in parts)
+    tokens_per_second = sum(part.tokens_per_second * part.seconds for part in parts) / seconds
     mean = statistics.mean(ask.max_tokens for ask in asks)
     return {
-        "requests_per_second": round(found.tokens_per_second / mean, 4),
-        "new_tokens_per_second": round(found.tokens_per_second, 2),
-        "answers": len(found.answers),
-        "seconds": round(found.seconds, 2),
+        "requests_per_second": round(tokens_per_second / mean, 4),
+        "new_tokens_per_second": round(tokens_per_second, 2),
+        "answers": sum(len(part.answers) for part in parts),
+        "seconds": round(seconds, 2),
         "users": users,
     }
 

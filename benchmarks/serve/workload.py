@@ -47,7 +47,7 @@ class Sizes:
       prompts, answers: distributions of their numbers of tokens.
       requests: number of requests per load, and of the loop over ``engine.generate``.
       old_requests: number of requests in the arrival schedule that both servers receive.
-      turns: number of parts of this schedule; the servers alternate after each.
+      turns: number of parts of this schedule, and of the measurement of capacities; the servers alternate after each.
       users: number of open requests that saturate a server; more than it has slots.
       saturated, old_saturated: number of answers that count for the capacity of this server and of the older one.
       shares: loads of this server, as shares of its capacity.
