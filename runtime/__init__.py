@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows, unpadded_rows
     from runtime.execution.offline import OfflineScheduler
-    from runtime.execution.pool import PoolShape, step_limit
+    from runtime.execution.pool_shape import PoolShape, step_limit
     from runtime.execution.pool_state import PoolLimits
     from runtime.execution.requests import (
         CanvasChanged,
@@ -263,7 +263,7 @@ _HOMES = {
     "Parameter": "runtime.decoding.schema",
     "ParameterError": "runtime.decoding.kinds",
     "PoolLimits": "runtime.execution.pool_state",
-    "PoolShape": "runtime.execution.pool",
+    "PoolShape": "runtime.execution.pool_shape",
     "PrefixGrown": "runtime.execution.requests",
     "QUANTIZATIONS": "runtime.models.quantization",
     "Real": "runtime.decoding.kinds",
@@ -317,7 +317,7 @@ _HOMES = {
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "shard_shape": "runtime.models.declarations",
-    "step_limit": "runtime.execution.pool",
+    "step_limit": "runtime.execution.pool_shape",
     "stop_tests": "runtime.text.completions",
     "tensor_sizes": "runtime.models.declarations",
     "JsonObjectError": "checkpoints.local_files",

@@ -20,7 +20,7 @@ from checkpoints import DEMO
 from launch.process.startup import define_device_flags
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.pool import uses_cache
+from runtime.execution.pool_shape import uses_cache
 from runtime.execution.result import GenerationResult
 from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig

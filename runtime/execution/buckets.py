@@ -53,6 +53,7 @@ class PassCost:
       canvases: without a window, canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
       draft: cost model of a pass of the draft model, whose unit is a position of that model; None without one.
       draft_passes: passes of the draft model before each pass, times the cost of its unit in units of this model.
+      unit_seconds: estimated seconds of the unit; 0 if unknown. It orders rows while nothing has been measured.
     """
 
     floor: float
@@ -62,6 +63,7 @@ class PassCost:
     canvases: int = 1
     draft: PassCost | None = None
     draft_passes: float = 0.0
+    unit_seconds: float = 0.0
 
     def __call__(self, bucket: Bucket) -> float:
         """Return the cost of one pass over a bucket, with the draft model's passes before it."""

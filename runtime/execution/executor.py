@@ -11,7 +11,8 @@ import numpy as np
 
 from runtime.execution.buckets import Bucket
 from runtime.execution.left_padding import Rows
-from runtime.execution.pool import Pool, PoolShape, check_pools
+from runtime.execution.pool import Pool
+from runtime.execution.pool_shape import PoolShape, check_pools
 from runtime.execution.row_request import RowRequest
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import compile_scoring, score_rows

@@ -22,7 +22,7 @@ from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler, Pace
-from runtime.execution.pool import rows_at_once, runner_for, steps_per_block, uses_cache
+from runtime.execution.pool_shape import rows_at_once, runner_for, steps_per_block, uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, block_span, final_tokens, most_steps_of_row

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.assignment import MOVE_GAIN
 from runtime.execution.buckets import Bucket, Grid, all_buckets
-from runtime.execution.pool import Pool, pass_cost, runner_for, slot_count, steps_per_block, uses_cache
+from runtime.execution.pool import Pool
+from runtime.execution.pool_shape import pass_cost, runner_for, slot_count, steps_per_block, uses_cache
 from runtime.execution.requests import RequestHandle, RowFinished, StopTest, iterations_of, may_end_early
 from runtime.execution.row_feed import RowFeed
 from runtime.execution.row_request import RowRequest, RowResult

@@ -79,8 +79,12 @@ class PoolState:
         return self.seconds.get(bucket) or self.rate * self.limits.grid.cost(bucket)
 
     def estimate_alone(self, length: int) -> float:
-        """Estimate the seconds of an iteration of the smallest bucket that holds a row of this length."""
-        return self.estimate(Bucket(self.limits.data, self.limits.grid.width_for(length)))
+        """Estimate the seconds of an iteration of the smallest bucket that holds a row of this length.
+
+        Before anything has been measured, the cost model tells, so that the rows of a first burst are in order too.
+        """
+        bucket, cost = Bucket(self.limits.data, self.limits.grid.width_for(length)), self.limits.grid.cost
+        return self.estimate(bucket) or cost.unit_seconds * cost(bucket)
 
     def measured(self, bucket: Bucket, seconds: float) -> None:
         """Record the measured time of an iteration of a bucket."""

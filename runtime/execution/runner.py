@@ -218,13 +218,17 @@ class Runner:
         floor = copies * chips[0].flops / chips[0].memory_bandwidth * self.dtype.itemsize / 2
         return floor, floor / _OVERHEADS_PER_FLOOR
 
+    def position_seconds(self) -> float:
+        """Estimate the seconds that a position adds to a pass, from the peak rate of the type of the devices."""
+        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
+        flops, spec = chips[0].flops if chips else _CPU_FLOPS, self.layout.spec
+        operations = 2 * weight_bytes(self.layout, self.dtype) / self.dtype.itemsize
+        return operations / (flops * spec.data * spec.sequence)
+
     def compile_positions(self) -> float:
         """Estimate how many positions could be computed in the time that compiling a bucket takes."""
-        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
-        flops, seconds = (chips[0].flops, _COMPILE_SECONDS) if chips else (_CPU_FLOPS, _CPU_COMPILE_SECONDS)
-        operations = 2 * weight_bytes(self.layout, self.dtype) / self.dtype.itemsize
-        spec = self.layout.spec
-        return seconds * flops * spec.data * spec.sequence / operations
+        known = any(chip.device_kind == self._device.device_kind for chip in CHIPS.values())
+        return (_COMPILE_SECONDS if known else _CPU_COMPILE_SECONDS) / self.position_seconds()
 
     def width_step(self, known: bool = False) -> int:
         """Return the number that bucket widths are multiples of; ``known`` if all rows are known in advance."""

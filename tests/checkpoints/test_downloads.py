@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,8 +11,9 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 
-from checkpoints import CheckpointError, open_folder
+from checkpoints import CheckpointError, open_folder, urls
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.verification import verify, write_manifest
 from tests.checkpoints.small import contents, layout_of, to_canonical
@@ -161,3 +163,61 @@ def test_urls_of_this_machine(source: Path, tmp_path: Path) -> None:
     for url in ("file://elsewhere/model", "file://", "file:///no/such/folder", f"file://{spaced}/config.json"):
         with pytest.raises(CheckpointError, match=url):
             open_folder(url)
+
+
+class Store(AsyncFileSystem):
+    """An object store with the files of a folder, as a file system of fsspec: ``store://folder``.
+
+    Attributes:
+      folder: the folder on this disk.
+      wait_for: number of reads of weights that must take place at the same time before one ends.
+      most: the largest number of reads that took place at the same time.
+      lost: number of bytes that the last piece of the weights lacks.
+    """
+
+    protocol = "store"
+    cachable = False
+    folder = Path()
+    wait_for = reading = most = lost = 0
+
+    async def _ls(self, path: str, detail: bool = True, **_: object) -> Any:
+        assert detail
+        names = [found.relative_to(self.folder).as_posix() for found in (self.folder / path).iterdir()]
+        return [await self._info(name) for name in names]
+
+    async def _info(self, path: str, **_: object) -> dict[str, Any]:
+        found = self.folder / path
+        return {"name": path, "size": found.stat().st_size, "type": "directory" if found.is_dir() else "file"}
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        data = (self.folder / path).read_bytes()
+        if not path.endswith(".safetensors"):
+            return data[start:end]
+        Store.reading += 1
+        Store.most = max(Store.most, Store.reading)
+        for _ in range(2000):
+            if Store.most >= self.wait_for:
+                break
+            await asyncio.sleep(0.01)
+        Store.reading -= 1
+        return data[start : len(data) - self.lost if end == len(data) else end]
+
+
+def test_an_object_store_is_read_in_pieces_at_the_same_time(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("store", Store, clobber=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(Store, "folder", source.parent)
+    monkeypatch.setattr(Store, "wait_for", urls.READERS)
+    monkeypatch.setattr(Store, "most", 0)
+    size = (source / "model.safetensors").stat().st_size
+    monkeypatch.setattr(urls, "FETCHED_BYTES", size // 50)
+    assert contents("store://source") == contents(source)
+    assert Store.most == urls.READERS == 16
+
+    monkeypatch.setattr(Store, "lost", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))
+    with pytest.raises(CheckpointError, match=f"has {size} bytes, but only {size - 1} could be read"):
+        open_folder("store://source")
+    assert not list((tmp_path / "another cache").rglob("*.safetensors"))

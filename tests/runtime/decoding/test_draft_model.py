@@ -32,7 +32,7 @@ from runtime.decoding.kinds import ParameterError
 from runtime.execution.autoregressive_slots import AutoregressiveSlots
 from runtime.execution.buckets import Bucket
 from runtime.execution.draft_models import check_draft_model, layout_beside
-from runtime.execution.pool import pass_cost
+from runtime.execution.pool_shape import pass_cost
 from runtime.execution.rows import row_seeds
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.models.families import parse_config

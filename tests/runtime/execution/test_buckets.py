@@ -11,7 +11,7 @@ import pytest
 
 from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.buckets import Bucket, Grid, PassCost, ladder, make_grid, pack
-from runtime.execution.pool import pool_grid
+from runtime.execution.pool_shape import pool_grid
 from runtime.execution.runner import canvas_bucket
 from runtime.models.families import model_layout
 from runtime.models.forward import residual_unit

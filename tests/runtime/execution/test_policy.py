@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
 from runtime import (
     Bucket,
@@ -196,6 +197,18 @@ def test_a_long_canvas_does_not_starve_short_ones() -> None:
         scheduler, slots, [Arrival(at, RequestHandle(rows=rows(new))) for at, new in ((0, 500), (1, 30))]
     )
     assert min(latency.values()) < 3 * 30 * (32 + 64) * per_position
+
+
+@pytest.mark.parametrize("estimated", [True, False])
+def test_the_first_burst_is_ordered_by_estimates(estimated: bool) -> None:
+    """Nothing has been measured yet: without an estimate, rows are in the order of their arrival."""
+    cost = PassCost(0.0, 64.0, unit_seconds=1e-4 if estimated else 0.0)
+    scheduler = Scheduler([PoolLimits(make_grid(1, WIDTH, cost, data=1, step=32))])
+    long, short, middle = handles = [RequestHandle(rows=rows(new)) for new in (400, 30, 100)]
+    for handle in handles:
+        scheduler.add(handle)
+    order = finished(drain(scheduler, CountedSlots(0.0, 1e-4)))
+    assert order == ([short, middle, long] if estimated else handles)
 
 
 def test_new_rows_do_not_starve_old_ones_of_another_bucket() -> None:
