@@ -56,7 +56,7 @@ def convert(
 
     Peak host memory does not grow with the checkpoint. It is about four times a group of tensors (512 MB, see
     :mod:`checkpoints.writing`), or four times the largest tensor if that is larger: the group, the copies that Orbax
-    writes, and the tensor that is read next. ``benchmarks.full_checkpoint`` measured 4.3 GB resident for a checkpoint
+    writes, and the tensor that is read next. ``benchmarks.full_checkpoint`` measured 4.5 GB resident for a checkpoint
     of 15.2 GB whose largest tensor has 1.1 GB.
 
     Args:
