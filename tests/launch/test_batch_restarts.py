@@ -87,7 +87,7 @@ class Interrupted:
 
         Args:
           how: ``kill`` (SIGKILL), ``drain`` (SIGTERM), ``full`` (the result file cannot grow), or ``early`` (SIGKILL
-            ``wait`` seconds after the start).
+            ``wait`` seconds after the start, and no later than at the first new result).
           wanted: number of new results to wait for.
           wait: time to wait, in seconds.
         """
@@ -99,10 +99,16 @@ class Interrupted:
         def running() -> bool:
             return process.poll() is None
 
+        def written(count: int) -> bool:
+            return len(results(self.output)) >= len(before) + count
+
         if how in ("kill", "drain"):
-            wait_for(lambda: len(results(self.output)) >= len(before) + wanted, running)
-        if how != "full":
+            wait_for(lambda: written(wanted), running)
             time.sleep(wait)
+        if how == "early":
+            end = time.monotonic() + wait
+            wait_for(lambda: time.monotonic() >= end or written(1), running)
+        if how != "full":
             process.send_signal(signal.SIGTERM if how == "drain" else signal.SIGKILL)
         _, err = process.communicate(timeout=180)
         assert process.returncode == {"drain": 42, "full": 2}.get(how, -signal.SIGKILL), err
