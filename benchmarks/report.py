@@ -112,9 +112,8 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     ),
     "serve": (
         serve_tables,
-        "a GPU or TPU; a larger model; several hosts; a load generator on another machine; the capacity of both "
-        "servers in turns, because one is measured after the other; the first text of a stream without blocks, which "
-        "is the default, or with other blocks than those of 1 and 8 positions.",
+        "a GPU or TPU; a larger model; several hosts; a load generator on another machine; the first text of a stream "
+        "without blocks, which is the default, or with other blocks than those of 1 and 8 positions.",
     ),
     "suite": (
         suite_tables,
