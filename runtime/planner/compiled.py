@@ -97,12 +97,13 @@ class CompiledPhase:
             lengths = [0.0, 1.0, 1.0, phase.chunks]
         if self.name != "blocks":
             return list(self.collectives), lengths
-        # In the loop over steps, refreshes and block steps each have a loop of their own. Inside that of refreshes, a
-        # third loop runs the head for each row that shares the refresh: a single row, unless several rows have the same
-        # prompt.
+        # In the loop over steps, refreshes and block steps each have a loop of their own. That of block steps runs the
+        # following ones too, so that the code around it is left out: it runs only when rows move or need a refresh.
+        # Inside that of refreshes, a third loop runs the head for each row that shares the refresh: a single row,
+        # unless several rows have the same prompt.
         refresh = phase.name == "refresh"
         found = [one for one in self.collectives if ("/refresh/" in one.scope) == refresh]
-        return found, [0.0, 0.0, 1.0, 1.0, phase.chunks] if refresh else [0.0, 1.0, 1.0, phase.chunks]
+        return found, [0.0, 0.0, 1.0, 1.0, phase.chunks] if refresh else [0.0, 0.0, 1.0, phase.chunks]
 
 
 def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any]) -> list[CompiledPhase]:

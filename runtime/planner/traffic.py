@@ -228,7 +228,8 @@ def _picked_position_collectives(
 
 
 # Booleans that each pass reduces over the data axis for its loop conditions, by phase. They say whether any row has
-# work left, and for refreshes also whether any row still shares the current refresh.
+# work left, for refreshes also whether any row still shares the current refresh, and for block steps also whether any
+# row moves to another block or needs a refresh before the next step.
 _AGREED = {"denoise step": 1, "refresh": 2, "block step": 2, "prefill": 0, "decode": 1}
 
 
