@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import insort
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -163,7 +164,7 @@ def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -
     for one in read_collectives(text):
         if one.kind in ("all-gather", "reduce-scatter"):
             found = gathered if one.kind == "all-gather" else scattered
-            found[one.axes(sizes)].append((one.payload, one.repeats))
+            insort(found[one.axes(sizes)], (one.payload, one.repeats))
     # Only keys and values of whole rows are gathered over sequence, never the cache.
     rows = (B if kind in ("decode", "prefill") else spec.data) // spec.data
     limit = rows * T * layout.config.num_kv_heads // layout.heads.kv * layout.config.head_dim * 2
@@ -177,6 +178,6 @@ def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -
     expected = {}
     if kind == "prefill" and residual_over_tensor(layout, layout.mesh.devices, B, T // 2):
         residual = rows * positions * layout.config.hidden_size * 2
-        expected = {("kv",): [(residual, layers), (residual, layers), (residual, 1)]}
+        expected = {("kv",): [(residual, 1), (residual, layers), (residual, layers)]}
         assert len([size for size, repeats in over_sequence if repeats == layers]) == 2
     assert gathered == scattered == expected
