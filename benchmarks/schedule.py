@@ -285,7 +285,7 @@ def schedule_table(record: Mapping[str, Any]) -> str:
             _pass_name(result),
             f"{result['batch']} of {result['prompt'] + result['new_tokens']}",
             f"{before['ms']:.1f} (planned {before['planned_ms']:.1f})" if before else "",
-            f"{now['ms']:.1f}",
+            f"{now['ms']:.2f}" if result["goal_ms"] else f"{now['ms']:.1f}",
             f"{result['goal_ms']:g}" if result["goal_ms"] else "",
             f"{result['planned_ms']:.1f}",
             f"{result['planned_ms'] / now['ms'] - 1:+.0%}, {role}",
@@ -315,7 +315,7 @@ def schedule_table(record: Mapping[str, Any]) -> str:
             shape = f"{result['batch']} of {result['prompt'] + result['new_tokens']}"
             lines.append(
                 f"- {result['topology']}, {result['mesh']}, {_pass_name(result)}, {shape}: "
-                f"{result['now']['ms']:.1f} of {result['goal_ms']:g}. {slowest}."
+                f"{result['now']['ms']:.2f} of {result['goal_ms']:g}. {slowest}."
             )
     return "\n".join([*lines, *note_lines(record)])
 
