@@ -154,12 +154,12 @@ def _may_step(request: DenoiseRequest, state: DenoiseState) -> Array:
 def _has_ended(mask_token: int, request: DenoiseRequest, state: DenoiseState) -> Array:
     """Return the rows that have a committed stop token with no mask before it: bool ``[B]``."""
     places = jnp.arange(state.canvas.shape[1])
-    inside = places < request.lengths[:, None]
-    masked_before = jnp.cumsum((state.canvas == mask_token) & inside, axis=1)
+    masked = (state.canvas == mask_token) & (places < request.lengths[:, None])
     # A stop token that fills a mask inside the prompt does not end the row.
     is_stop = (state.canvas[..., None] == request.stop_tokens[:, None]).any(axis=-1)
-    is_stop &= places >= request.prompts[:, None]
-    return (is_stop & (state.commit_steps >= 0) & (masked_before == 0)).any(axis=1)
+    is_stop &= (places >= request.prompts[:, None]) & (state.commit_steps >= 0)
+    first_stop, first_mask = (jnp.where(one, places, len(places)).min(axis=1) for one in (is_stop, masked))
+    return first_stop < first_mask
 
 
 def _in_block(request: DenoiseRequest, state: DenoiseState) -> Array:
