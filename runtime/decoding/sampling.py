@@ -236,10 +236,15 @@ def _signed(ordered: Array) -> Array:
     return jax.lax.bitcast_convert_type(ordered ^ jnp.uint32(1 << 31), jnp.int32)
 
 
-def _softmax_sums(logits: Array) -> tuple[Array, Array]:
-    """Return the largest logit, and the sum of ``exp(logits - largest)``: ``[..., V]`` -> ``[..., 1]`` each."""
-    top = logits.max(axis=-1, keepdims=True)
-    return top, vocab_sum(jnp.exp(logits - top))[..., None]
+def _softmax_sums(logits: Array, top: Array | None = None) -> tuple[Array, Array]:
+    """Return the largest logit, and the sum of ``exp(logits - largest)``: ``[..., V]`` -> ``[..., 1]`` each.
+
+    Args:
+      logits: float32 ``[..., V]``.
+      top: the largest logit ``[...]``, if it is known.
+    """
+    largest = logits.max(axis=-1, keepdims=True) if top is None else top[..., None]
+    return largest, vocab_sum(jnp.exp(logits - largest))[..., None]
 
 
 def _softmax(logits: Array, sums: tuple[Array, Array], dtype: Any) -> Array:
@@ -398,15 +403,14 @@ def _choose_tokens(
             logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
         if rule.filtered:
             logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices))
-        sums = _softmax_sums(logits)
-        probabilities = _softmax(logits, sums, dtype)
-        largest, tokens = vocab_argmax(_without_mask(forward, probabilities) if rule.replace_mask else probabilities)
+        sums, largest, tokens, confidence = _most_probable(forward, rule, logits)
         if rule.replace_mask:
-            # A filter may leave only the mask token. The best other token is then that of all logits.
-            best = vocab_argmax(_without_mask(forward, _where_chosen(plain, tokens)))[1]
-            tokens = jnp.where(largest > 0, tokens, best)
+            if rule.filtered or ranks_probabilities(rule):
+                # A filter may leave only the mask token, and other probabilities may be rounded to 0. The best other
+                # token is then that of all logits.
+                best = vocab_argmax(_without_mask(forward, _where_chosen(plain, tokens)))[1]
+                tokens = jnp.where(largest > 0, tokens, best)
             warm, logits = warm & (largest > 0)[..., None], _without_mask(forward, logits)
-        confidence = _confidence(rule, probabilities, largest, tokens)
         if rule.sampled and not rule.greedy:
             # Compute the confidence before the noise, so that the two do not occupy memory over the vocabulary at the
             # same time.
@@ -420,6 +424,46 @@ def _choose_tokens(
             confidence = _probability(_where_chosen(plain, tokens), tokens, dtype)
         # Without this constraint, the compiler gathers the comparison's result too.
         return forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), *dimensions), confidence
+
+
+def ranks_probabilities(rule: SamplingRule) -> bool:
+    """Return whether the most probable token is found among probabilities, not logits.
+
+    Probabilities rounded to 16 bits tie where their logits differ, and the original code breaks such ties. Float32
+    probabilities are needed for the confidences that all of them determine; otherwise the logits take fewer passes over
+    the vocabulary.
+    """
+    return jnp.dtype(rule.confidence_dtype) != jnp.float32 or rule.confidence in ("entropy", "topk_margin")
+
+
+def _most_probable(
+    forward: Forward, rule: SamplingRule, logits: Array
+) -> tuple[tuple[Array, Array], Array, Array, Array]:
+    """Find the most probable token of each position; with ``rule.replace_mask``, the best one other than the mask.
+
+    Args:
+      forward: the model, for its mask token.
+      rule: settings that are compiled in.
+      logits: float32 ``[B, P, V]``, after temperature and filters.
+
+    Returns:
+      The largest logit of all tokens and the sum of exponentials, see :func:`_softmax_sums`; the token's probability
+      ``[B, P]``, the token ``[B, P]``, and the confidence in it ``[B, P]``.
+    """
+
+    def candidates(values: Array) -> Array:
+        return _without_mask(forward, values) if rule.replace_mask else values
+
+    dtype = jnp.dtype(rule.confidence_dtype)
+    if ranks_probabilities(rule):
+        sums = _softmax_sums(logits)
+        probabilities = _softmax(logits, sums, dtype)
+        largest, tokens = vocab_argmax(candidates(probabilities))
+        return sums, largest, tokens, _confidence(rule, probabilities, largest, tokens)
+    best, tokens = vocab_argmax(candidates(logits))
+    sums = _softmax_sums(_where_chosen(logits, tokens), None if rule.replace_mask else best)
+    largest = _softmax(best[..., None], sums, dtype)[..., 0]
+    return sums, largest, tokens, largest
 
 
 def _probability(logits: Array, tokens: Array, dtype: Any) -> Array:

@@ -11,7 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from runtime.decoding.sampling import SamplingRule, bits_per_pass, threshold_candidates, threshold_passes
+from runtime.decoding.sampling import (
+    SamplingRule,
+    bits_per_pass,
+    ranks_probabilities,
+    threshold_candidates,
+    threshold_passes,
+)
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload
@@ -67,7 +73,12 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool, bits: int) -> int
     """
     softmax = 1 + _DIGITS
     token = 2  # a maximum, and the lowest index that has it
-    count = softmax + token
+    if ranks_probabilities(rule):
+        count = softmax + token
+    else:
+        # The maximum of the logits is that of the softmax too, unless a token is left out. Without a confidence there
+        # is no softmax.
+        count = token + (_DIGITS if ranked else 0) + (1 if rule.replace_mask else 0)
     if rule.sampled:
         count += token
     if rule.filtered:

@@ -76,6 +76,11 @@ def test_the_best_other_token_replaces_the_mask_token() -> None:
         tokens, confidences = choose_tokens(forward("data=1"), rules, *given)
         np.testing.assert_array_equal(tokens, shares.argmax(axis=-1))
         assert confidences[0, 1] == confidences[1, 2] == 0
+    # So far above the others that their probabilities are 0 in float32.
+    logits[0, 1, MASK] += 200
+    tokens, confidences = choose_tokens(forward("data=1"), own, jnp.array(padded(logits)), *arguments[1:])
+    np.testing.assert_array_equal(tokens, shares.argmax(axis=-1))
+    assert confidences[0, 1] == 0 < confidences[1, 2]
 
 
 @pytest.mark.parametrize("config", [THRESHOLD.replace(threshold=0.9), SCHEDULE], ids=["threshold", "schedule"])

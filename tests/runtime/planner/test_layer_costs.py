@@ -83,8 +83,8 @@ PINNED: list[tuple[str, str, str, dict[str, Any], int, dict[str, int], dict[str,
         4_706_220_032,
         {"gate and up": 310_378_496, "residual and norms": 117_440_512},
         {
-            "prefill": (54308970168320, 68509415424, 13388225280),
-            "decode": (59858075648, 4097538048, 6544128),
+            "prefill": (54308970168320, 68509415424, 13388225024),
+            "decode": (59858075648, 4097538048, 6543872),
         },
     ),
     (
@@ -95,8 +95,8 @@ PINNED: list[tuple[str, str, str, dict[str, Any], int, dict[str, int], dict[str,
         1_936_016_384,
         {"gate and up": 0, "residual and norms": 0},
         {
-            "prefill": (3356758114304, 5843977216, 444138688),
-            "decode": (28490391552, 1845781504, 3659232),
+            "prefill": (3356758114304, 5843977216, 444138560),
+            "decode": (28490391552, 1845781504, 3659104),
         },
     ),
     (
