@@ -138,8 +138,8 @@ class Slots(abc.ABC):
 
         All arrays except caches go through the host, so no compiled program is needed.
         """
-        free = self._row(None)
         if self.request is None:
+            free = self._row(None)
             parts = jax.tree.map(lambda values: np.repeat(values, self.count, axis=0), _only_rows(free))
             caches = {name: self._empty_program(name, own)() for name, own in self._caches.items()}
         else:
