@@ -18,6 +18,7 @@ Dimension letters: B batch, S canvas, W window.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,11 @@ from runtime.models.transformer import pick_positions
 Array = jax.Array
 Carry = TypeVar("Carry")
 
+# Positions per row of a window on which a single CPU runs the output head at a time, half as many if the head has few
+# enough weights to stay in the processor's caches.
+_CPU_CHUNK = 16
+_WEIGHTS_IN_CPU_CACHES = 1 << 21
+
 
 def refresh_chunk(chunk: int, block_length: int, sequence: int) -> int:
     """Return how many positions per row the output head runs on at a time after a refresh.
@@ -53,6 +59,23 @@ def refresh_chunk(chunk: int, block_length: int, sequence: int) -> int:
       sequence: size of the ``sequence`` mesh axis. A block is rounded up to a multiple of it.
     """
     return min(chunk, -(-block_length // sequence) * sequence)
+
+
+def window_chunk(forward: Forward, chunk: int, width: int) -> int:
+    """Return how many positions per row the output head runs on at a time in a window.
+
+    Accelerators read all weights of the head for each chunk, so there a window is one chunk. On a single CPU, a product
+    of few positions takes time in proportion to them, unless it waits for the weights to come from memory.
+
+    Args:
+      forward: layout of the model.
+      chunk: number of positions per row at a time in steps that may need the whole canvas; an upper bound.
+      width: positions of the window.
+    """
+    if not forward.is_single_cpu:
+        return min(chunk, width)
+    is_cached = math.prod(forward.layout.head.shape) <= _WEIGHTS_IN_CPU_CACHES
+    return min(chunk, width if width <= _CPU_CHUNK else _CPU_CHUNK // 2 if is_cached else _CPU_CHUNK)
 
 
 @dataclass(frozen=True)
@@ -118,32 +141,62 @@ class CachedStep:
         Returns:
           The state; the rows that still wait for their refresh, bool ``[B]``: none; and the activations.
         """
+        width = self._refresh_outputs if near is None else None
+        starts = None if width is None else self._first_outputs()
 
         def one_each(carry: tuple[DenoiseState, Array, Array | None]) -> tuple[DenoiseState, Array, Array | None]:
             state, waiting, near = carry
 
-            def take(waiting: Array, canvas: Array, *sizes: Array) -> tuple[Array, ...]:
+            def take(waiting: Array, canvas: Array, sizes: tuple[Array | None, ...]) -> tuple[Any, ...]:
                 number, mine = _first(waiting)
-                own, *own_sizes = (_row(values, waiting) for values in (canvas, *sizes))
+                own, own_sizes = _row_of_each((canvas, sizes), waiting)
                 sharing = waiting & (canvas == own).all(axis=1)
-                for size, one in zip(sizes, own_sizes, strict=True):
+                for size, one in zip(jax.tree.leaves(sizes), jax.tree.leaves(own_sizes), strict=True):
                     sharing &= size == one
-                return number, mine, sharing, own, *own_sizes
+                return number, mine, sharing, own, own_sizes
 
             visible = self._visible(state)
-            sizes = (self.request.lengths,) if visible is None else (self.request.lengths, visible)
-            number, mine, sharing, canvas, *own = self.forward.on_rows(take, waiting, state.canvas, *sizes)
+            sizes = (self.request.lengths, visible, starts)
+            number, mine, sharing, canvas, own = self.forward.on_rows(take, waiting, state.canvas, sizes)
+            length, own_visible, start = own
             if visible is None:
-                hidden, cache = fill_rows(self.forward, self.weights, state.cache, canvas, own[0], number)
+                outputs = None if width is None else (start, width)
+                hidden, cache = fill_rows(
+                    self.forward, self.weights, state.cache, canvas, length, number, outputs=outputs
+                )
                 state = replace(state, cache=cache, refreshes=state.refreshes + mine)
             else:
-                hidden, cache = self._fill_part(state.cache, canvas, own[0], own[1], number)
+                hidden, cache = self._fill_part(state.cache, canvas, length, own_visible, number)
                 positions = state.window_positions + jnp.where(mine, visible, 0)
                 state = replace(state, cache=cache, window_positions=positions)
-            state, near = self._decide(state, hidden, number, sharing, near)
+            state, near = self._decide(state, hidden, start, number, sharing, near)
             return state, waiting & ~sharing, near
 
         return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due, near))
+
+    @property
+    def _step_positions(self) -> int:
+        """The most positions for which the step of a refresh chooses tokens."""
+        # The smallest window is one block, or at most two.
+        return 1 if self.program.block_rule == "fast_dllm" else self.program.windows[-1] - self._before
+
+    @property
+    def _refresh_outputs(self) -> int | None:
+        """Number of positions whose activations a refresh computes in the last layer; None for all positions.
+
+        The other positions of the last layer need keys and values only. A single CPU skips the rest of their work: a
+        sixth of the time in a model of six layers. A mesh with a sequence axis would have to move the activations.
+        """
+        if not self.forward.is_single_cpu or self.forward.layout.scan_layers:
+            return None
+        if self.program.refresh_widths or self.program.attention_block_length:
+            return None
+        return self._step_positions + self.forward.config.family.prediction_offset
+
+    def _first_outputs(self) -> Array:
+        """Return the position whose output is the first that each row's step needs: int32 ``[B]``."""
+        first = jnp.argmax(self.wanted, axis=1).astype(jnp.int32)
+        return jnp.maximum(first - self.forward.config.family.prediction_offset, 0)
 
     def _visible(self, state: DenoiseState) -> Array | None:
         """Return how many positions each row's block sees, int32 ``[B]``; None if all rows see their whole canvas."""
@@ -179,21 +232,26 @@ class CachedStep:
         return carry
 
     def _decide(
-        self, state: DenoiseState, hidden: Array, source: Array, sharing: Array, near: Array | None
+        self,
+        state: DenoiseState,
+        hidden: Array,
+        start: Array | None,
+        source: Array,
+        sharing: Array,
+        near: Array | None,
     ) -> tuple[DenoiseState, Array | None]:
         """Commit tokens in every row that shares a refresh, and copy the refreshed cache row to each of them.
 
         Args:
           state: the state; its cache holds the refreshed row ``source``.
           hidden: activations of the refreshed row, one row per ``data`` shard.
+          start: int32 ``[data]``, position of the first of these activations; None for 0, and all positions.
           source: int32 ``[data]``, index of the refreshed row within its shard; -1 if the shard has none.
           sharing: bool ``[B]``, the rows that share the refresh.
           near: see :meth:`_refresh`.
         """
         sequence = self.forward.layout.spec.sequence
-        # The smallest window is one block, or at most two.
-        wanted = 1 if self.program.block_rule == "fast_dllm" else self.program.windows[-1] - self._before
-        program = replace(self.program, chunk=refresh_chunk(self.program.chunk, wanted, sequence))
+        program = replace(self.program, chunk=refresh_chunk(self.program.chunk, self._step_positions, sequence))
 
         def decide(carry: tuple[DenoiseState, Array, Array | None]) -> tuple[DenoiseState, Array, Array | None]:
             state, waiting, near = carry
@@ -205,7 +263,13 @@ class CachedStep:
                 take, waiting, row_steps(self.request, state), self.wanted, only_row_fields(self.request)
             )
             own_wanted = own_wanted & (target >= 0)[:, None]
-            choices = choose_on_canvas(self.forward, program, self.weights, own_request, own_steps, hidden, own_wanted)
+            if start is not None:
+                (own_wanted,) = self.forward.on_rows(cut(hidden.shape[1]), start, own_wanted)
+            choices = choose_on_canvas(
+                self.forward, program, self.weights, own_request, own_steps, hidden, own_wanted, offset=start
+            )
+            if start is not None:
+                choices = self.forward.on_rows(paste(hidden.shape[1]), start, state.canvas[:1], choices)
 
             def spread(target: Array, canvas: Array, choices: Choices) -> Choices:
                 here = (jnp.arange(len(canvas)) == target)[:, None]
@@ -332,7 +396,7 @@ class CachedStep:
             hidden, cache = run_window(
                 self.forward, self.weights, state.cache, tokens, start, lengths, stop, positions=positions
             )
-            program = replace(self.program, chunk=min(self.program.chunk, width))
+            program = replace(self.program, chunk=window_chunk(self.forward, self.program.chunk, width))
             steps = row_steps(self.request, state)
             choices = choose_on_canvas(
                 self.forward.window, program, self.weights, self.request, steps, hidden, own_wanted, offset=start

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
 from runtime.models.kv_cache import Cache, KVCache, attend, cache_length, write_rows, write_window
-from runtime.models.transformer import run_layer, run_layers, window_tables
+from runtime.models.transformer import run_layer, run_layer_at, run_layers, window_tables
 
 Array = jax.Array
 
@@ -27,6 +27,7 @@ def fill_rows(
     first: Array,
     copies: int = 1,
     positions: Array | None = None,
+    outputs: tuple[Array, int] | None = None,
 ) -> tuple[Array, Cache]:
     """Run whole rows and write their keys and values into the cache: a prefill, or a refresh.
 
@@ -41,9 +42,13 @@ def fill_rows(
       copies: number of adjacent cache rows that each of the R rows fills. It is above 1 for samples of one prompt.
       positions: int32 ``[R, S]``, position of each token in its text; None for its index. The attention mask must be
         bidirectional.
+      outputs: the positions whose activations are needed: of each row the first, int32 ``[R]``, and their number W. The
+        last layer computes only keys and values of the others. For a single device, layers that are not stacked, and
+        ``positions=None``. None for all positions.
 
     Returns:
-      Activations after the final norm, ``[R, S, D]``, and the updated cache.
+      Activations after the final norm, ``[R, S, D]``, or ``[R, W, D]`` of the positions ``outputs``, and the updated
+      cache. Activations of positions after the S-th have no meaning.
     """
     forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1]) if positions is None else positions
@@ -56,7 +61,12 @@ def fill_rows(
         k, v = (jnp.repeat(part, copies, axis=0) if copies > 1 else part for part in (k, v))
         return x, write_rows(forward.layout, cache, number, k, v, first)
 
-    x, cache = run_layers(forward, weights, x, step, cache)
+    def last(x: Array, layer: Any, cache: KVCache, number: Any) -> tuple[Array, KVCache]:
+        assert outputs is not None
+        x, k, v = run_layer_at(forward, layer, x, lengths, tables, *outputs)
+        return x, write_rows(forward.layout, cache, number, k, v, first)
+
+    x, cache = run_layers(forward, weights, x, step, cache, None if outputs is None else last)
     with jax.named_scope("final_norm"):
         return forward.constrain(weights.normalize(forward, x), "batch", "canvas", "embed"), cache
 

@@ -21,6 +21,7 @@ from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
 from runtime.models.leaves import WeightLeaf
 from runtime.models.quantization import merge_contracted
+from runtime.models.xla_attention import xla_attention
 
 Array = jax.Array
 
@@ -47,6 +48,31 @@ def run_layer(forward: Forward, layer: Any, x: Array, lengths: Array, tables: An
     return layer.finish(forward, x, attended), k, v
 
 
+def run_layer_at(
+    forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any, starts: Array, width: int
+) -> tuple[Array, Array, Array]:
+    """Run one layer like :func:`run_layer`, but compute its output at a few positions only.
+
+    For a single device. The compiler drops what the other positions do not need.
+
+    Args:
+      forward, layer, x, lengths, tables: see :func:`run_layer`; tables have one entry per position ``[S, ...]``.
+      starts: int32 ``[B]``, the first of these positions in each row.
+      width: W, their number. Those after the S-th have no meaning.
+
+    Returns:
+      The layer's output ``[B, W, D]``, keys and values ``[B, S, K, H]``.
+    """
+    places = jnp.minimum(starts[:, None] + jnp.arange(width), x.shape[1] - 1)
+    with jax.named_scope("attention"):
+        _, k, v = layer.project_qkv(forward, x, tables)
+        own = jnp.take_along_axis(x, places[..., None], axis=1)
+        q, _, _ = layer.project_qkv(forward, own, jax.tree.map(lambda table: jnp.take(table, places, axis=0), tables))
+        keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        attended = xla_attention(forward.layout, q, keys, values, starts, lengths, queries=None, keys=None)
+    return layer.finish(forward, own, attended), k, v
+
+
 def window_tables(forward: Forward, weights: Weights, positions: Array, length: int, dtype: Any) -> Any:
     """Compute position tables, such as rotary cosines and sines, for windows of a few positions.
 
@@ -66,7 +92,12 @@ def window_tables(forward: Forward, weights: Weights, positions: Array, length: 
 
 
 def run_layers(
-    forward: Forward, weights: Weights, x: Array, step: Callable[..., tuple[Array, Any]], cache: Any = None
+    forward: Forward,
+    weights: Weights,
+    x: Array,
+    step: Callable[..., tuple[Array, Any]],
+    cache: Any = None,
+    last: Callable[..., tuple[Array, Any]] | None = None,
 ) -> tuple[Array, Any]:
     """Run all layers: by a scan if the layout stacks them, otherwise by a Python loop.
 
@@ -77,6 +108,7 @@ def run_layers(
       step: called as ``step(x, layer, cache, number)`` with the weights of a layer, the :class:`KVCache` that contains
         the layer's entries, and the layer's index in it. Returns the layer's output and the updated cache.
       cache: a cache of this layout, or None; with None, ``step`` gets and returns None.
+      last: the step of the last layer, if it is another one; not for stacked layers.
 
     Returns:
       The output of the last layer, and the updated cache.
@@ -87,12 +119,15 @@ def run_layers(
             return step(x, layer, cache, number)
 
     if forward.layout.scan_layers:
+        assert last is None, "a scan runs the same step in all layers"
         numbers, stacks = jnp.arange(forward.config.num_layers), _stacks_for_scan(forward.layout, weights)
         return jax.lax.scan(
             lambda carry, own: (named(carry[0], own[1], carry[1], own[0]), None), (x, cache), (numbers, stacks)
         )[0]
-    caches = []
+    caches: list[Any] = []
     for layer, own in zip(weights.layers, cache or [None] * len(weights.layers), strict=True):
+        if last is not None and len(caches) + 1 == len(weights.layers):
+            step = last
         # Without the barrier, compilers postpone the cache writes to the end, and keep the keys and values of every
         # layer in memory until then.
         x, own = jax.lax.optimization_barrier(named(x, layer, own, 0))

@@ -84,6 +84,35 @@ def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) 
         np.testing.assert_array_equal(found.sequences[row], alone.sequences[0])
 
 
+@pytest.mark.parametrize(("mesh", "size"), [("tensor=1", 8), ("tensor=2", 33)])
+def test_windows_on_one_cpu_run_the_head_in_small_chunks(
+    mesh: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a window, a single CPU computes the logits of the masks that are left; the tokens are those of a mesh."""
+    ran: list[int] = []
+
+    def counted(forward: Any, weights: Any, hidden: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: ran.append(hidden.shape[1]))
+        return project_logits(forward, weights, hidden)
+
+    def generate(mesh: str) -> Any:
+        layout = model_layout(SMALL, MeshSpec.parse(mesh), jax.devices()[: MeshSpec.parse(mesh).size])
+        engine = Engine(layout, random_weights(layout, 0, "float32", scale=0.3))
+        config = DiffusionConfig(
+            max_new_tokens=32, steps=32, algorithm="entropy", cache="dual", block_length=32, suppress_mask=True
+        )
+        return engine.generate_tokens(np.arange(5, 25)[None], None, config, history=True)
+
+    exact = generate("data=1,sequence=2")
+    monkeypatch.setattr(choices, "project_logits", counted)
+    found = generate(mesh)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(found.history, exact.history)
+    assert set(ran[1:]) == {size}
+    masks = (found.history == SMALL.mask_token_id).sum(axis=(1, 2))[:-1]
+    assert len(ran) == sum(math.ceil(left / size) for left in masks[1:]) + math.ceil(masks[0] / ran[0])
+
+
 def test_a_chunk_has_the_run_time_parameters_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     choose = choices.choose

@@ -250,6 +250,29 @@ def test_windows_against_a_cache_are_whole_rows(mask: AttentionMask, mesh: str) 
             np.testing.assert_allclose(found[row, :real], whole[row, at : at + real], atol=2e-5)
 
 
+@pytest.mark.parametrize("mask", KINDS, ids=str)
+def test_a_last_layer_for_a_few_positions(mask: AttentionMask) -> None:
+    """Of rows that fill a cache, some outputs can be left out: the others, and the cache, stay as they are."""
+    layout = layout_of(mask)
+    forward, weights = Forward(layout), random_weights(layout, 0, "float32", scale=0.3)
+    tokens = np.random.default_rng(1).integers(0, 90, (B, S)).astype(np.int32)
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_cache(layout, B, S, "float32"))
+    common = (weights, empty, tokens, jnp.asarray(LENGTHS), jnp.zeros(1, jnp.int32))
+    whole, expected = jax.jit(fill_rows, static_argnums=0)(forward, *common)
+    starts = np.array([0, 3, S - WINDOW, S - 2], np.int32)
+
+    @jax.jit
+    def fill_few(*arguments: Any) -> Any:
+        return fill_rows(forward, *arguments, outputs=(jnp.asarray(starts), WINDOW))
+
+    few, cache = fill_few(*common)
+    assert few.shape == (B, WINDOW, whole.shape[-1])
+    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, atol=1e-6), cache, expected)
+    for row, at in enumerate(starts):
+        real = max(0, min(WINDOW, LENGTHS[row] - at))
+        np.testing.assert_allclose(few[row, :real], whole[row, at : at + real], atol=2e-5)
+
+
 @pytest.mark.parametrize("mask", [KINDS[1], KINDS[3]], ids=str)
 def test_what_is_hidden_changes_nothing(mask: AttentionMask) -> None:
     layout = layout_of(mask)
