@@ -85,9 +85,7 @@ def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("mesh", "size"), [("tensor=1", 8), ("tensor=2", 33)])
-def test_windows_on_one_cpu_run_the_head_in_small_chunks(
-    mesh: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_on_one_cpu_run_the_head_in_small_chunks(mesh: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a window, a single CPU computes the logits of the masks that are left; the tokens are those of a mesh."""
     ran: list[int] = []
 
