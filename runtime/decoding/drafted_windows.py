@@ -21,11 +21,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.cached_steps import CachedStep, cut, paste, pull_last, run_if, text_positions
+from runtime.decoding.cached_steps import CachedStep, run_if
 from runtime.decoding.choices import Choices, choose_on_canvas
 from runtime.decoding.draft_chain import DraftChain
 from runtime.decoding.progress import next_step
 from runtime.decoding.state import DenoiseProgram, DenoiseState, block_start, row_steps
+from runtime.decoding.windows import cut, paste, pull_last, text_positions
 from runtime.models.canvases import empty_windows, run_canvases, write_canvas
 from runtime.models.kv_cache import Cache
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
-from runtime.decoding.cached_steps import refresh_chunk
 from runtime.decoding.draft_chain import redrawn_chunk
 from runtime.decoding.draft_counts import MAX_DRAFT_STEPS
 from runtime.decoding.kinds import Choice, Integer, Kind
@@ -27,6 +26,7 @@ from runtime.decoding.parameters import (
 )
 from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import masks_per_step
+from runtime.decoding.windows import refresh_chunk
 from runtime.execution.draft_models import DraftModel
 from runtime.execution.rows import bucket_length, check_kind, published_config
 from runtime.execution.runner import canvas_bucket, head_chunk

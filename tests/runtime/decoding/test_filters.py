@@ -19,8 +19,8 @@ from runtime.decoding.sampling import (
     filter_logits,
     threshold_candidates,
     threshold_passes,
-    vocab_sum,
 )
+from runtime.decoding.vocabulary import vocab_sum
 from tests.runtime.decoding.token_choices import (
     MESHES,
     PADDED,

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.decoding.sampling import (
-    gumbel_noise,
-    log_probabilities,
-    vocab_argmax,
-    vocab_sum,
-)
+from runtime.decoding.sampling import gumbel_noise, log_probabilities
+from runtime.decoding.vocabulary import vocab_argmax, vocab_sum
 from tests.runtime.decoding.token_choices import (
     MASK,
     MESHES,
