@@ -180,7 +180,9 @@ class _Walk:
             kind = "branch" if self.window_loops and _WINDOWS.search(one.rest) else "loop"
             inside = within if trips is not None else (*within, kind)
             count = repeats * (trips if trips is not None else 1)
-            parts = (one.called["condition"], one.called["body"])
+            # XLA on GPU does not run the condition of a loop whose trip count it states.
+            runs_condition = not self.device.launch or "known_trip_count" not in one.rest
+            parts = (*([one.called["condition"]] if runs_condition else []), one.called["body"])
             return [spent for name in parts for spent in self.run(name, count, inside)]
         if one.operation == "conditional":
             sides = [self.run(name, repeats, (*within, "branch")) for name in one.branches]

@@ -122,7 +122,12 @@ def threshold_candidates(dtype: Any, bits: int) -> int:
 
 
 def filter_logits(
-    logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.float32, bits: int = _BITS_PER_PASS
+    logits: Array,
+    top_p: Array,
+    top_k: Array,
+    dtype: Any = jnp.float32,
+    bits: int = _BITS_PER_PASS,
+    unroll: bool | None = None,
 ) -> Array:
     """Apply top-p and top-k: find the lowest logit to keep, and set all lower ones to -inf.
 
@@ -138,6 +143,8 @@ def filter_logits(
       top_k: int32 scalar or ``[B]``; the vocabulary size or more turns the filter off.
       dtype: the precision to which ``logits`` have been rounded.
       bits: bits of the threshold that one pass finds.
+      unroll: whether the passes follow one another without a loop. On GPU, this saves about two kernels in each: XLA
+        computes the next pass's candidates inside its reduction, instead of in kernels of their own.
 
     Returns:
       float32 ``[..., V]``.
@@ -171,7 +178,8 @@ def filter_logits(
         return lowest + (digit << shift)
 
     with jax.named_scope("threshold_search"):
-        threshold = _signed(jax.lax.fori_loop(0, passes, search, jnp.zeros(logits.shape[:-1], jnp.uint32)))
+        lowest = jax.lax.fori_loop(0, passes, search, jnp.zeros(logits.shape[:-1], jnp.uint32), unroll=unroll)
+        threshold = _signed(lowest)
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
 
 
@@ -346,7 +354,8 @@ def _choose_tokens(
         if rule.sampled:
             logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
         if rule.filtered:
-            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices))
+            unroll = True if forward.is_gpu else None
+            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices), unroll)
         sums, largest, tokens, confidence = _most_probable(forward, rule, logits)
         if rule.replace_mask:
             if rule.filtered or ranks_probabilities(rule):

@@ -101,6 +101,12 @@ class Forward:
         return ("", 1) if mesh is None else (mesh.devices.flat[0].device_kind, mesh.size)
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether the mesh consists of GPUs."""
+        mesh = self.layout.mesh
+        return mesh is not None and mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+    @property
     def is_single_cpu(self) -> bool:
         """Whether the mesh is a single CPU device, for which some operations are written as faster loops."""
         mesh = self.layout.mesh

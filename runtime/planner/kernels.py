@@ -48,7 +48,7 @@ GPU_WEIGHTS = {"none": 0.7, "int8": 0.47, "int4": 0.22}
 # Seconds from the end of a GPU kernel to the start of the next (assumed), and kernels of a layer and of a pass of the
 # threshold search, counted in programs that were compiled for H200.
 LAUNCH_SECONDS = 1e-6
-_KERNELS_OF_LAYER, _KERNELS_OF_SEARCH = 19, 5
+_KERNELS_OF_LAYER, _KERNELS_OF_SEARCH = 19, 3
 
 
 def padded(positions: int) -> int:

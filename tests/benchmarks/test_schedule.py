@@ -160,6 +160,41 @@ def test_a_pass_is_what_one_turn_of_the_loop_takes() -> None:
     }
 
 
+@pytest.mark.parametrize(("launch", "runs"), [(0.0, {"check": 3.0, "body": 3.0}), (1.0, {"body": 3.0})])
+def test_gpus_do_not_evaluate_the_condition_of_a_counted_loop(launch: float, runs: dict[str, float]) -> None:
+    text = """
+HloModule step
+
+%another (o: f32[8]) -> f32[8] {
+  %o = f32[8]{0} parameter(0)
+}
+
+%below (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %check = f32[8]{0} negate(%p)
+}
+
+%again (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %body = f32[8]{0} tanh(%q)
+}
+
+%step (c: f32[8]) -> f32[8] {
+  %c = f32[8]{0} parameter(0)
+  ROOT %loop = f32[8]{0} while(%c), condition=%below, body=%again, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (d: f32[8]) -> f32[8] {
+  %d = f32[8]{0} parameter(0)
+  ROOT %steps = f32[8]{0} while(%d), condition=%another, body=%step
+}
+"""
+    device = Device(lambda module, local, one: Work(1.0), lambda one: 5.0, 1e30, launch)
+    spent = pass_times(read_module(text), "denoise step", device, 1)
+    assert {one.name: one.runs for one in spent if one.kind == "kernel"} == runs
+    assert sum(one.seconds for one in spent if one.kind == "launch") == launch * runs["body"]
+
+
 def test_refreshes_and_windows_have_loops_of_their_own() -> None:
     """The loop of a window runs at most once; a loop over head chunks inside it is a loop."""
     text = "\n".join(
