@@ -143,8 +143,8 @@ def filter_logits(
       top_k: int32 scalar or ``[B]``; the vocabulary size or more turns the filter off.
       dtype: the precision to which ``logits`` have been rounded.
       bits: bits of the threshold that one pass finds.
-      unroll: whether the passes follow one another without a loop. On GPU, this saves about two kernels in each: XLA
-        computes the next pass's candidates inside its reduction, instead of in kernels of their own.
+      unroll: True for passes that follow one another without a loop, None for a loop. On GPU, no loop saves about two
+        kernels in each pass: XLA computes its candidates inside its reduction, instead of in kernels of their own.
 
     Returns:
       float32 ``[..., V]``.
