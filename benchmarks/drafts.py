@@ -384,10 +384,11 @@ def drafts_table(record: dict[str, Any]) -> str:
             cells += [""] * 4
         lines.append("| " + " | ".join(cells) + " |")
     exact, others, masks = (settings[name] for name in ("prompts", "other_prompts", "new_tokens"))
+    modes = "" if exact == others else f" in `exact_greedy` and `exact_sampled`, {others} in the other modes"
     where = (
-        f"the first {exact} held-out tasks in `exact_greedy` and `exact_sampled`, {others} in the other modes, {masks} "
-        f"masks each, one at a time, {settings['cores']} CPU cores; each prompt without and with drafts in turn (ms: "
-        "median ± deviation over prompts; as fast as without: median, minimum, maximum)"
+        f"the first {exact} held-out tasks{modes}, {masks} masks each, one at a time, {settings['cores']} CPU cores; "
+        "each prompt without and with drafts in turn (ms: median ± deviation over prompts; as fast as without: median, "
+        "minimum, maximum)"
     )
     text = [*lines, "", f"Measured: {where}, jax {record['versions']['jax']}, {machine['processor']}."]
     margins = [
