@@ -156,6 +156,8 @@ class ControlServer:
 
     def _take(self, host: int, message: Message) -> None:
         self._hub.take(host, message)
+        if message["kind"] == "terminated":
+            self._tell_all("terminated")
         if message["kind"] != "gather":
             return
         topic, number = str(message.get("topic", "")), int(message.get("number", 0))

@@ -137,6 +137,14 @@ class Host:
         return self._terminated
 
     @property
+    def any_terminated(self) -> bool:
+        """Whether any host is known to have received SIGTERM. Each host learns of it at a time of its own.
+
+        See :meth:`draining` for an answer that all hosts share.
+        """
+        return self._terminated
+
+    @property
     def interrupted(self) -> bool:
         """Whether this host, the only one, received Ctrl-C, even if the main thread has not noticed it yet."""
         return self._interrupted
@@ -185,6 +193,7 @@ class Member(Host):
         self._link = link
         self._shared = shared
         self._asked = 0
+        self._any_terminated = False
         self._tell: Callable[[], None] = lambda: None
         self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._sending = threading.Lock()
@@ -229,6 +238,11 @@ class Member(Host):
         self.mark()
         self._send(encode("gather", topic=topic, number=self._asked, value=value))
         return self._answers.get()
+
+    @property
+    def any_terminated(self) -> bool:
+        """Whether any host is known to have received SIGTERM, as host 0 has told all supervisors."""
+        return self._terminated or self._any_terminated
 
     def end_within(self, seconds: float) -> None:
         """Pass the limit to the supervisor, which handles SIGTERM."""
@@ -279,6 +293,8 @@ class Member(Host):
                 self._answers.put(message["values"])
             elif message["kind"] == "drain":
                 self._terminated = True
+            elif message["kind"] == "terminated":
+                self._any_terminated = True
             elif message["kind"] == "verdict":
                 with contextlib.suppress(Exception):  # the process ends either way
                     self._tell()

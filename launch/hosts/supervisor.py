@@ -412,6 +412,9 @@ class Supervisor:
                     self._begun = self._begun or message["topic"] == BEGUN
                     if self._link is not None:
                         self._link.write(encode("gathered", topic=message["topic"], values=message["values"]))
+                case "terminated":
+                    if self._link is not None:
+                        self._link.write(encode("terminated"))
                 case "dump":
                     await self._dump()
                 case "verdict":
@@ -430,6 +433,7 @@ class Supervisor:
             return
         self._terminated = True
         self._say(f"{self._name} received SIGTERM: finishing work in flight; a second SIGTERM stops at once")
+        self._send("terminated")
         if self._link is not None:
             self._link.write(encode("drain"))
         self._limit_end()

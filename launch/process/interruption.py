@@ -27,7 +27,8 @@ class Interruption:
     Before it, :func:`launch.process.startup.start_devices` is called with ``end_within=0``: there is no text to print.
     Rows end at their next stop test, which runs every few steps. After SIGTERM, they first have some seconds to finish.
     If a step takes too long for that, the tokens of the last stop test are printed and the process exits. On several
-    hosts, the process of host 0 does so after its own SIGTERM, and its end ends the others; Ctrl-C ends all at once.
+    hosts, the process of host 0 does so after a SIGTERM on any host, and its end ends the others; Ctrl-C ends all at
+    once.
 
     Attributes:
       signal: the signal received; None if there was none.
@@ -98,8 +99,8 @@ class Interruption:
                     self._end(heard)
 
     def _received(self) -> signal.Signals | None:
-        """Return the signal that this host received; None if there was none."""
-        if this_host().terminated:
+        """Return the signal that ends the generation: SIGTERM on any host, or Ctrl-C here. None if there was none."""
+        if this_host().any_terminated:
             return signal.SIGTERM
         return signal.SIGINT if this_host().interrupted else self.signal
 
