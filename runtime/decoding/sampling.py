@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from runtime.decoding.vocabulary import pick, vocab_argmax, vocab_sum, vocab_sum
 from runtime.models.forward import Forward
 
 Array = jax.Array
+Values = TypeVar("Values")
 
 # Four algorithms of Dream, then two of LLaDA. ``Family.algorithms`` has those that the family's original code has.
 ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy", "low_confidence", "random")
@@ -127,7 +128,7 @@ def filter_logits(
     top_k: Array,
     dtype: Any = jnp.float32,
     bits: int = _BITS_PER_PASS,
-    unroll: bool | None = None,
+    for_gpu: bool = False,
 ) -> Array:
     """Apply top-p and top-k: find the lowest logit to keep, and set all lower ones to -inf.
 
@@ -143,8 +144,9 @@ def filter_logits(
       top_k: int32 scalar or ``[B]``; the vocabulary size or more turns the filter off.
       dtype: the precision to which ``logits`` have been rounded.
       bits: bits of the threshold that one pass finds.
-      unroll: True for passes that follow one another without a loop, None for a loop. On GPU, no loop saves about two
-        kernels in each pass: XLA computes its candidates inside its reduction, instead of in kernels of their own.
+      for_gpu: compile for a GPU. Passes then follow one another without a loop, which saves about two kernels in each:
+        XLA computes its candidates inside its reduction, instead of in kernels of their own. And the masses are
+        computed from the keys, see :func:`_recompute`.
 
     Returns:
       float32 ``[..., V]``.
@@ -152,8 +154,9 @@ def filter_logits(
     top_p, top_k = (_per_row(value, logits.ndim - 1) for value in (top_p, top_k))
     # To save memory, only the keys and the masses stay alive over the vocabulary; logits are recomputed from the keys.
     keys = jax.lax.optimization_barrier(_ordered_integers(logits, dtype))
+    keys, sums = _recompute((keys, _softmax_sums(_from_ordered_integers(keys, dtype))), for_gpu)
     logits = _from_ordered_integers(keys, dtype)
-    masses = jnp.round(_softmax(logits, _softmax_sums(logits), dtype) * _FIXED_POINT).astype(jnp.int32)
+    masses = jnp.round(_softmax(logits, sums, dtype) * _FIXED_POINT).astype(jnp.int32)
     # The sum of rounded probabilities may exceed 1 by a few units, so top_p = 1 is handled separately.
     allowed = jnp.where(top_p >= 1.0, jnp.iinfo(jnp.int32).max, jnp.round(top_p * _FIXED_POINT)).astype(jnp.int32)
     width, passes = jnp.dtype(dtype).itemsize * 8, threshold_passes(dtype, bits)
@@ -178,7 +181,8 @@ def filter_logits(
         return lowest + (digit << shift)
 
     with jax.named_scope("threshold_search"):
-        lowest = jax.lax.fori_loop(0, passes, search, jnp.zeros(logits.shape[:-1], jnp.uint32), unroll=unroll)
+        start = jnp.zeros(logits.shape[:-1], jnp.uint32)
+        lowest = jax.lax.fori_loop(0, passes, search, start, unroll=True if for_gpu else None)
         threshold = _signed(lowest)
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
 
@@ -186,6 +190,15 @@ def filter_logits(
 def _signed(ordered: Array) -> Array:
     """Map uint32 to int32 in the same order."""
     return jax.lax.bitcast_convert_type(ordered ^ jnp.uint32(1 << 31), jnp.int32)
+
+
+def _recompute(values: Values, for_gpu: bool) -> Values:
+    """Return values that are used together with an array over the vocabulary from which they were computed.
+
+    On GPU, they come through a barrier. Otherwise, XLA keeps what it computed from the array on the way to the values,
+    a second array over the vocabulary, for the next computation that could use it.
+    """
+    return jax.lax.optimization_barrier(values) if for_gpu else values
 
 
 def _softmax_sums(logits: Array, top: Array | None = None) -> tuple[Array, Array]:
@@ -354,8 +367,7 @@ def _choose_tokens(
         if rule.sampled:
             logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
         if rule.filtered:
-            unroll = True if forward.is_gpu else None
-            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices), unroll)
+            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices), forward.is_gpu)
         sums, largest, tokens, confidence = _most_probable(forward, rule, logits)
         if rule.replace_mask:
             if rule.filtered or ranks_probabilities(rule):
@@ -409,10 +421,10 @@ def _most_probable(
 
     dtype = jnp.dtype(rule.confidence_dtype)
     if ranks_probabilities(rule):
-        sums = _softmax_sums(logits)
-        probabilities = _softmax(logits, sums, dtype)
-        largest, tokens = vocab_argmax(candidates(probabilities))
-        return sums, largest, tokens, _confidence(rule, probabilities, largest, tokens)
+        sums = _recompute(_softmax_sums(logits), forward.is_gpu)
+        largest, tokens = vocab_argmax(candidates(_softmax(logits, sums, dtype)))
+        sums, largest, tokens = _recompute((sums, largest, tokens), forward.is_gpu)
+        return sums, largest, tokens, _confidence(rule, _softmax(logits, sums, dtype), largest, tokens)
     best, tokens = vocab_argmax(candidates(logits))
     sums = _softmax_sums(_where_chosen(logits, tokens), None if rule.replace_mask else best)
     largest = _softmax(best[..., None], sums, dtype)[..., 0]

@@ -93,15 +93,15 @@ def test_filters_equal_sorting(mesh: str, seed: int, kind: str, top_p: float, to
 
 @functools.cache
 def filters(mesh: str, dtype: str) -> Callable[..., list[jax.Array]]:
-    """Filter with one, two and three bits per pass, and with three bits without a loop."""
+    """Filter with one, two and three bits per pass, and with three bits as on GPU."""
 
     def run(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> list[jax.Array]:
         rounded = logits.astype(dtype).astype(jnp.float32)
         weights = jnp.exp(rounded - rounded.max(axis=-1, keepdims=True))
         probabilities = (weights / vocab_sum(weights)[..., None]).astype(dtype).astype(jnp.float32)
         exact = halving_filter(rounded, probabilities, top_p, top_k)
-        forms = ((2, None), (3, None), (3, True))
-        return [exact, *(filter_logits(rounded, top_p, top_k, dtype, bits, unroll) for bits, unroll in forms)]
+        forms = ((2, False), (3, False), (3, True))
+        return [exact, *(filter_logits(rounded, top_p, top_k, dtype, bits, for_gpu) for bits, for_gpu in forms)]
 
     return jax.jit(run, out_shardings=forward(mesh).layout.replicated)
 
@@ -116,7 +116,7 @@ def filters(mesh: str, dtype: str) -> Callable[..., list[jax.Array]]:
     top_k=st.one_of(st.sampled_from([1, 2, 50, VOCAB - 1, VOCAB, PADDED, 1 << 30]), st.integers(1, VOCAB)),
 )
 def test_filters_are_those_of_halving(mesh: str, dtype: str, seed: int, kind: str, top_p: float, top_k: int) -> None:
-    """Searching two or three bits per pass, in a loop or not, finds the threshold of searching one bit per pass."""
+    """Searching two or three bits per pass, in a loop or as on GPU, finds the threshold of one bit per pass."""
     logits = vocab_sharded(mesh, draw_logits(seed, kind))
     expected, *found = filters(mesh, dtype)(logits, np.float32(top_p), np.int32(top_k))
     for one in found:
