@@ -423,7 +423,7 @@ def _most_probable(
     if ranks_probabilities(rule):
         sums = _recompute(_softmax_sums(logits), forward.is_gpu)
         largest, tokens = vocab_argmax(candidates(_softmax(logits, sums, dtype)))
-        sums, largest, tokens = _recompute((sums, largest, tokens), forward.is_gpu)
+        sums = _recompute(sums, forward.is_gpu)
         return sums, largest, tokens, _confidence(rule, _softmax(logits, sums, dtype), largest, tokens)
     best, tokens = vocab_argmax(candidates(logits))
     sums = _softmax_sums(_where_chosen(logits, tokens), None if rule.replace_mask else best)
