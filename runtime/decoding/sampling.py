@@ -2,7 +2,7 @@
 
 Nothing here gathers or sorts the vocabulary: every quantity is a reduction over it. Sums are taken over integers, whose
 result does not depend on the order of addition, so confidences are bit-identical on any number of chips. The filters
-(top-k, top-p) do not sort either: they search for a threshold, a few bits per pass over the vocabulary.
+(top-k, top-p) do not sort either: they search for a threshold (:mod:`runtime.decoding.threshold_search`).
 
 Dimension letters: B batch, P positions of one chunk of the output head (sharded like the canvas), V vocab, ``...``
 leading axes.
@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.vocabulary import pick, vocab_argmax, vocab_sum, vocab_sums
+from runtime.decoding.threshold_search import (
+    BITS_PER_PASS,
+    bits_per_pass,
+    find_threshold,
+    from_ordered_integers,
+    ordered_integers,
+)
+from runtime.decoding.vocabulary import pick, vocab_argmax, vocab_sum
 from runtime.models.forward import Forward
 
 Array = jax.Array
@@ -34,10 +41,6 @@ TOKEN_STREAM, TRANSFER_STREAM = 0, 1
 
 # For top_p, probabilities are summed as integers in units of 2^-30, so that the order of addition does not matter.
 _FIXED_POINT = float(1 << 30)
-# One pass over the vocabulary finds this many bits of a threshold, by comparing against 7 candidates.
-_BITS_PER_PASS = 3
-# Where comparisons cost more than passes, one pass finds 2 bits with 3 candidates; see :func:`bits_per_pass`.
-_FEWER_BITS_PER_PASS = 2
 # On a single CPU device, random bits are generated for this many positions at a time.
 _NOISY_POSITIONS = 4
 _ENTROPY_EPSILON = 1e-10
@@ -68,58 +71,9 @@ class SamplingRule:
     replace_mask: bool = False
 
 
-def _ordered_integers(values: Array, dtype: Any) -> Array:
-    """Map float32 values rounded to ``dtype`` to int32 values in the same order.
-
-    For a 16-bit ``dtype`` only the high 16 bits of the result are used.
-    """
-    # Turn -0.0 into 0.0. The compiler would remove an addition of 0.0, so this uses a comparison.
-    values = jnp.where(values == 0.0, 0.0, values).astype(dtype)
-    bits = jnp.dtype(dtype).itemsize * 8
-    return _flip_negative(jax.lax.bitcast_convert_type(values, f"int{bits}")).astype(jnp.int32) << (32 - bits)
-
-
-def _from_ordered_integers(keys: Array, dtype: Any) -> Array:
-    """Invert :func:`_ordered_integers`."""
-    bits = jnp.dtype(dtype).itemsize * 8
-    narrow = (keys >> (32 - bits)).astype(f"int{bits}")
-    return jax.lax.bitcast_convert_type(_flip_negative(narrow), dtype).astype(jnp.float32)
-
-
-def _flip_negative(bits: Array) -> Array:
-    # The bits of a negative float grow with its magnitude, so they are flipped to grow with its value.
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
-
-
 def _per_row(value: Array, ndim: int) -> Array:
     """Reshape a scalar, ``[B]`` or ``[B, P]`` to broadcast against ``[B, P, ...]`` of ``ndim`` dimensions."""
     return value if value.ndim == 0 else value.reshape(*value.shape, *(1,) * (ndim - value.ndim))
-
-
-def bits_per_pass(device_kind: str, devices: int) -> int:
-    """Return how many bits of a threshold one pass over the vocabulary finds.
-
-    Three bits take 11 passes for 32 bits and 6 for 16, and 77 or 42 comparisons of each logit. Two bits take 16 and 8
-    passes, but only 48 and 24 comparisons. They are faster on a single CPU device and on TPU v4, whose cores have half
-    the vector units of later TPUs: by the schedules of compiled programs, comparisons take longer there than reading
-    the logits, both in decode, where the logits are on-chip, and in denoise steps, where they are not.
-
-    Args:
-      device_kind: JAX's name for the devices.
-      devices: number of devices.
-    """
-    few = device_kind == "TPU v4" or (device_kind == "cpu" and devices == 1)
-    return _FEWER_BITS_PER_PASS if few else _BITS_PER_PASS
-
-
-def threshold_passes(dtype: Any, bits: int) -> int:
-    """Return the passes over the vocabulary in a search with ``bits`` per pass, for logits rounded to ``dtype``."""
-    return math.ceil(8 * jnp.dtype(dtype).itemsize / bits)
-
-
-def threshold_candidates(dtype: Any, bits: int) -> int:
-    """Return how many candidates all passes of that search try. Each takes two sums: a probability mass and a count."""
-    return threshold_passes(dtype, bits) * ((1 << bits) - 1)
 
 
 def filter_logits(
@@ -127,7 +81,7 @@ def filter_logits(
     top_p: Array,
     top_k: Array,
     dtype: Any = jnp.float32,
-    bits: int = _BITS_PER_PASS,
+    bits: int = BITS_PER_PASS,
     for_gpu: bool = False,
 ) -> Array:
     """Apply top-p and top-k: find the lowest logit to keep, and set all lower ones to -inf.
@@ -144,52 +98,22 @@ def filter_logits(
       top_k: int32 scalar or ``[B]``; the vocabulary size or more turns the filter off.
       dtype: the precision to which ``logits`` have been rounded.
       bits: bits of the threshold that one pass finds.
-      for_gpu: compile for a GPU. Passes then follow one another without a loop, which saves about two kernels in each:
-        XLA computes its candidates inside its reduction, instead of in kernels of their own. And the masses are
-        computed from the keys, see :func:`_recompute`.
+      for_gpu: compile for a GPU: without a loop, see :func:`find_threshold`, and with fewer arrays, see
+        :func:`_recompute`.
 
     Returns:
       float32 ``[..., V]``.
     """
     top_p, top_k = (_per_row(value, logits.ndim - 1) for value in (top_p, top_k))
     # To save memory, only the keys and the masses stay alive over the vocabulary; logits are recomputed from the keys.
-    keys = jax.lax.optimization_barrier(_ordered_integers(logits, dtype))
-    keys, sums = _recompute((keys, _softmax_sums(_from_ordered_integers(keys, dtype))), for_gpu)
-    logits = _from_ordered_integers(keys, dtype)
+    keys = jax.lax.optimization_barrier(ordered_integers(logits, dtype))
+    keys, sums = _recompute((keys, _softmax_sums(from_ordered_integers(keys, dtype))), for_gpu)
+    logits = from_ordered_integers(keys, dtype)
     masses = jnp.round(_softmax(logits, sums, dtype) * _FIXED_POINT).astype(jnp.int32)
     # The sum of rounded probabilities may exceed 1 by a few units, so top_p = 1 is handled separately.
     allowed = jnp.where(top_p >= 1.0, jnp.iinfo(jnp.int32).max, jnp.round(top_p * _FIXED_POINT)).astype(jnp.int32)
-    width, passes = jnp.dtype(dtype).itemsize * 8, threshold_passes(dtype, bits)
-
-    def search(number: Array, lowest: Array) -> Array:
-        """Extend ``lowest``, the threshold's known high bits as uint32, by the bits that one pass finds."""
-        shift = jnp.uint32(32 - width) + bits * (passes - 1 - number).astype(jnp.uint32)
-        digits = [jnp.uint32(digit) for digit in range(1, 1 << bits)]
-        candidates = [_signed(lowest + (digit << shift) - 1)[..., None] for digit in digits]
-        # Each candidate is compared twice: XLA on TPU would write a comparison that two sums share to memory.
-        masses_above = [jnp.where(keys <= candidate, 0, masses) for candidate in candidates]
-        counts_above = [(keys > candidate).astype(jnp.int32) for candidate in candidates]
-        sums = vocab_sums(*masses_above, *counts_above)
-        missed = [
-            ~((mass <= allowed) & (count < top_k))
-            for mass, count in zip(sums[: len(digits)], sums[len(digits) :], strict=True)
-        ]
-        # The first pass may have fewer bits left; digits that do not fit into them are ignored.
-        bits_left = jnp.minimum(32 - shift, bits)
-        exist = [digit >> bits_left == 0 for digit in digits]
-        digit = sum((one & there).astype(jnp.uint32) for one, there in zip(missed, exist, strict=True))
-        return lowest + (digit << shift)
-
-    with jax.named_scope("threshold_search"):
-        start = jnp.zeros(logits.shape[:-1], jnp.uint32)
-        lowest = jax.lax.fori_loop(0, passes, search, start, unroll=True if for_gpu else None)
-        threshold = _signed(lowest)
+    threshold = find_threshold(keys, masses, allowed, top_k, dtype, bits, unroll=for_gpu)
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
-
-
-def _signed(ordered: Array) -> Array:
-    """Map uint32 to int32 in the same order."""
-    return jax.lax.bitcast_convert_type(ordered ^ jnp.uint32(1 << 31), jnp.int32)
 
 
 def _recompute(values: Values, for_gpu: bool) -> Values:

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
-from runtime.decoding.sampling import bits_per_pass, threshold_candidates, threshold_passes
+from runtime.decoding.threshold_search import bits_per_pass, threshold_candidates, threshold_passes
 from runtime.execution.memory import Memory
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes

@@ -11,13 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from runtime.decoding.sampling import (
-    SamplingRule,
-    bits_per_pass,
-    ranks_probabilities,
-    threshold_candidates,
-    threshold_passes,
-)
+from runtime.decoding.sampling import SamplingRule, ranks_probabilities
+from runtime.decoding.threshold_search import bits_per_pass, threshold_candidates, threshold_passes
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload

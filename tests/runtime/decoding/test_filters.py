@@ -14,12 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.sampling import (
-    bits_per_pass,
-    filter_logits,
-    threshold_candidates,
-    threshold_passes,
-)
+from runtime.decoding.sampling import filter_logits
+from runtime.decoding.threshold_search import bits_per_pass, threshold_candidates, threshold_passes
 from runtime.decoding.vocabulary import vocab_sum
 from tests.runtime.decoding.token_choices import (
     MESHES,
