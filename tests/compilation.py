@@ -22,12 +22,36 @@ AS_RELEASED: dict[str, str | bool | int] = {
 # emitters.
 _QUICK: dict[str, str | bool | int] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 
+# These passes over HLO make loops faster, and take a quarter of the time to compile a small program. They are not in
+# QUICK_FLAGS, because programs for TPU and GPU follow those too.
+_SLOW_PASSES = "while-loop-invariant-code-motion,simplify-while-loops"
+
 # XLA of JAX 0.11 has no other emitters.
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     AS_RELEASED["xla_cpu_use_fusion_emitters"] = True
     _QUICK["xla_cpu_use_fusion_emitters"] = False
 
 QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _QUICK.items())
+
+
+@contextmanager
+def without_slow_passes() -> Iterator[None]:
+    """Leave two passes over HLO out of the CPU programs of engines that are loaded in this context in this process.
+
+    Where a model's compiler options name passes to leave out, only these are.
+    """
+    # Not at the top: it imports JAX, which reads QUICK_FLAGS when it is loaded.
+    from runtime.execution import runner
+
+    original = runner.compiler_options
+
+    def options(layout: ModelLayout, dtype: Any) -> dict[str, str | bool | int]:
+        assert layout.mesh is not None
+        on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+        return ({"xla_disable_hlo_passes": _SLOW_PASSES} if on_cpu else {}) | (original(layout, dtype) or {})
+
+    with mock.patch.object(runner, "compiler_options", options):
+        yield
 
 
 @contextmanager

@@ -11,10 +11,10 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from tests.compilation import QUICK_FLAGS
+from tests.compilation import QUICK_FLAGS, without_slow_passes
 
 # libtpu reads these when it is loaded: describe a slice instead of looking for one.
 os.environ.update(
@@ -24,6 +24,8 @@ os.environ.update(
     TPU_WORKER_HOSTNAMES="localhost",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     HF_HUB_OFFLINE="1",
+    # Programs without the Python frames of their operations are compiled in less time.
+    JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0",
 )
 # Commands keep compiled programs in one folder, which all tests of a run share, and their child processes.
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -37,6 +39,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 16)
+# Tracing makes many objects and little garbage: with Python's thresholds, a tenth of the time is spent looking for it.
+gc.set_threshold(200_000, 20, 100)
 
 _START = time.monotonic()
 # Regions of memory that a process has mapped, above which programs are dropped; Linux allows 65,530.
@@ -128,6 +132,12 @@ def _stopped_in_time(item: pytest.Item) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _programs_are_compiled_quickly() -> Iterator[None]:
+    with without_slow_passes() if os.environ["XLA_FLAGS"] == QUICK_FLAGS else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ import pytest
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.execution import runner
 from runtime.execution.programs import compiler_options
+from runtime.models import declarations
 from runtime.models.declarations import ModelLayout
 from sharding.mesh import MeshSpec
 from tests.compilation import AS_RELEASED
@@ -265,26 +266,33 @@ def golden_folders(environment: Mapping[str, str] = os.environ) -> list[Golden]:
     return [Golden(folder) for folder in [*own, *named]]
 
 
-def engine(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
-    """Return the cached float32 engine of a golden folder on a mesh, however the mesh is written."""
-    return _engine(MeshSpec.parse(mesh), folder)
+def engine(mesh: str = "data=1", folder: Path = FOLDER, scan: bool | None = None) -> Engine:
+    """Return the cached float32 engine of a golden folder on a mesh, however the mesh is written.
+
+    It scans its layers on several devices, as on TPU, and not on one, as on CPU, if ``scan`` does not say otherwise. A
+    scanned program is compiled in less time, because it has one layer.
+    """
+    spec = MeshSpec.parse(mesh)
+    return _engine(spec, folder, spec.size > 1 if scan is None else scan)
 
 
 def engine_as_released(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
-    """Return the same engine, with programs compiled as for users."""
-    return _engine(MeshSpec.parse(mesh), folder, True)
+    """Return the same engine, with layers and programs as for users of a CPU."""
+    return _engine(MeshSpec.parse(mesh), folder, False, True)
 
 
 @functools.cache
-def _engine(spec: MeshSpec, folder: Path, as_released: bool = False) -> Engine:
-    asked = []
+def _engine(spec: MeshSpec, folder: Path, scan: bool, as_released: bool = False) -> Engine:
+    asked, quick = [], runner.compiler_options
 
     def options(layout: ModelLayout, dtype: Any) -> dict[str, Any]:
         asked.append(layout)
-        return (compiler_options(layout, dtype) or {}) | (AS_RELEASED if as_released else {})
+        return (compiler_options(layout, dtype) or {}) | AS_RELEASED if as_released else quick(layout, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "compiler_options", options)
+        patch.setattr(declarations, "scans_layers", lambda platform: scan)
         found = Engine.load(folder, spec, dtype="float32")
     assert asked, "an engine reads the compiler options when it is created"
+    assert found.layout.scan_layers == scan
     return found

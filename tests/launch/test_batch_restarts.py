@@ -141,15 +141,15 @@ class Interrupted:
 def test_kills_and_restarts(tmp_path: Path, compiled: str, ways: list[str], prompts: int) -> None:
     generator = random.Random(1)
     source, reference = some_prompts(tmp_path / "in.jsonl", prompts), tmp_path / "reference"
-    # Interrupted runs use one device, the reference and the last run use all: a batch may continue on another mesh.
-    launch(source, reference, compiled, "--slots=2")
+    # Interrupted runs use one device, the reference and the last run two: a batch may continue on another mesh.
+    launch(source, reference, compiled, "--slots=2", "--mesh=data=2")
     interrupted = Interrupted(source, tmp_path / "out", compiled, prompts)
     for number, how in enumerate(ways):
         room = (prompts - len(results(interrupted.output))) // (len(ways) - number + 1)
         wait = generator.uniform(0.0, 5.0) if how == "early" else generator.uniform(0.0, 0.05)
         interrupted.run(how, generator.randint(1, max(1, room)), wait)
     there = len(results(interrupted.output))
-    launch(source, interrupted.output, compiled, "--slots=2")
+    launch(source, interrupted.output, compiled, "--slots=2", "--mesh=data=2")
     assert (interrupted.output / "sorted.jsonl").read_bytes() == (reference / "sorted.jsonl").read_bytes()
     assert len(results(interrupted.output)) == prompts, "nothing twice"
     # Only rows that were in flight at the end of a run were computed again.

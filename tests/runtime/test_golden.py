@@ -21,9 +21,9 @@ from sharding.aot import missing_compiler
 from tests import golden_cases
 from tests.golden_cases import DREAM, FOLDER, MESHES, Golden
 
-# On these meshes, programs are compiled as for users; on the others with little optimization, as in all tests. An
-# empty XLA_FLAGS compiles all programs as for users. On one device, CI compiles the cases of Dream alone as for users;
-# those of the other folders have a second test each, marked slow.
+# On these meshes, programs are those of users; on the others, they scan layers, and are compiled with little
+# optimization, as in all tests. An empty XLA_FLAGS compiles all programs as for users. On one device, CI runs the cases
+# of Dream and the first case of each other folder as for users; the other cases have a second test each, marked slow.
 AS_RELEASED = ("data=1", "sequence=2,tensor=4")
 
 
@@ -45,9 +45,10 @@ def pairwise(golden: Golden) -> set[tuple[str, str]]:
 
 
 def engine(golden: Golden, mesh: str, as_released: bool) -> Engine:
-    """The engine of a golden folder on a mesh, whose programs are compiled as for users or with little optimization."""
-    load = golden_cases.engine_as_released if as_released else golden_cases.engine
-    return load(mesh, golden.folder)
+    """The engine of a golden folder on a mesh, whose programs are those of users, or are compiled in less time."""
+    if as_released:
+        return golden_cases.engine_as_released(mesh, golden.folder)
+    return golden_cases.engine(mesh, golden.folder, scan=True)
 
 
 def is_as_released(golden: Golden, mesh: str) -> bool:
@@ -71,7 +72,8 @@ def grid() -> Iterator[Any]:
             released, label = is_as_released(golden, mesh), f"{golden.folder.name}-{mesh}-{name}"
             yield pytest.param(golden, mesh, name, released, marks=marks, id=label)
             if mesh in AS_RELEASED and not released:
-                yield pytest.param(golden, mesh, name, True, marks=pytest.mark.slow, id=f"{label}-as-released")
+                more = [] if name == names(golden)[0] else pytest.mark.slow
+                yield pytest.param(golden, mesh, name, True, marks=more, id=f"{label}-as-released")
 
 
 def forward_grid() -> Iterator[Any]:
