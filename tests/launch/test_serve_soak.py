@@ -254,7 +254,7 @@ def test_two_hosts_for_a_moment(folder: Path, engine: Engine, tmp_path: Path) ->
     """A short form of :func:`test_ten_thousand_requests`, with the programs of a few buckets."""
     asked = Asked(engine, PLAIN + 4)
     assert asked.stopped >= 3
-    with two_hosts(folder, tmp_path, "--max_programs=3") as hosts:
+    with two_hosts(folder, tmp_path, "--max_programs=2") as hosts:
         # The other programs are compiled in the background.
         wait_for(lambda: hosts.metric("programs_remaining") == 0, 4 * PATIENCE)
         done, cancelled = asyncio.run(soak(hosts.url, asked, 20, seed=1))
