@@ -22,8 +22,8 @@ AS_RELEASED: dict[str, str | bool | int] = {
 # emitters.
 _QUICK: dict[str, str | bool | int] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 
-# These passes over HLO make loops faster, and take a quarter of the time to compile a small program. They are not in
-# QUICK_FLAGS, because programs for TPU and GPU follow those too.
+# These passes over HLO make loops faster, but take much of the time to compile a small program. They are not in
+# QUICK_FLAGS, because programs for TPU and GPU are compiled with those too.
 _SLOW_PASSES = "while-loop-invariant-code-motion,simplify-while-loops"
 
 # XLA of JAX 0.11 has no other emitters.

@@ -39,7 +39,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 16)
-# Tracing makes many objects and little garbage: with Python's thresholds, a tenth of the time is spent looking for it.
+# Tracing makes many objects and little garbage, for which Python's default thresholds look too often.
 gc.set_threshold(200_000, 20, 100)
 
 _START = time.monotonic()

@@ -22,8 +22,9 @@ from tests import golden_cases
 from tests.golden_cases import DREAM, FOLDER, MESHES, Golden
 
 # On these meshes, programs are those of users; on the others, they scan layers, and are compiled with little
-# optimization, as in all tests. An empty XLA_FLAGS compiles all programs as for users. On one device, CI runs the cases
-# of Dream and the first case of each other folder as for users; the other cases have a second test each, marked slow.
+# optimization, as in all tests. An empty XLA_FLAGS compiles all programs with XLA's defaults. On one device, CI runs
+# the cases of Dream and the first case of each other folder as for users; the other cases have a second test each,
+# marked slow.
 AS_RELEASED = ("data=1", "sequence=2,tensor=4")
 
 
