@@ -56,6 +56,13 @@ def without_log_probabilities(found: list[dict[str, Any]]) -> tuple[list[str], l
     return kept, numbers
 
 
+def check_same(others: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+    (kept, numbers), (our_kept, our_numbers) = map(without_log_probabilities, (others, ours))
+    assert kept == our_kept
+    assert len(our_numbers) > 0
+    np.testing.assert_allclose(numbers, our_numbers, atol=2e-5)
+
+
 def check_results(checkpoint: Path, found: list[dict[str, Any]]) -> None:
     """Check the results of ``LINES``: tokens, seeds, log-probabilities, a request body, a stop string."""
     # The engine generates the same text from this prompt and seed alone.
@@ -127,12 +134,7 @@ def test_a_batch_its_order_and_its_resumption(
     assert "decoding: " not in err
     launch(backwards, other, compiled, *tiny, "--slots=1", "--verbose")
     assert "decoding: " in capsys.readouterr().err
-    (others, their_numbers), (ours, our_numbers) = map(
-        without_log_probabilities, (records(other / "sorted.jsonl"), found)
-    )
-    assert others == ours
-    assert len(our_numbers) > 0
-    np.testing.assert_allclose(their_numbers, our_numbers, atol=2e-5)
+    check_same(records(other / "sorted.jsonl"), found)
 
     # If the file is cut anywhere, the same command restores it, and computes only missing lines.
     whole = (output / "sorted.jsonl").read_bytes()
