@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows, unpadded_rows
     from runtime.execution.offline import OfflineScheduler
+    from runtime.execution.policy import SchedulerPolicy
     from runtime.execution.pool_shape import PoolShape, step_limit
     from runtime.execution.pool_state import PoolLimits
     from runtime.execution.requests import (
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
         with_model_blocks,
     )
     from runtime.execution.runner import weight_bytes
-    from runtime.execution.scheduler import Scheduler, SchedulerPolicy
+    from runtime.execution.scheduler import Scheduler
     from runtime.execution.scheduler_stats import SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
@@ -279,7 +280,7 @@ _HOMES = {
     "STORED_DTYPES": "runtime.models.config",
     "SamplingConfig": "runtime.decoding.parameters",
     "Scheduler": "runtime.execution.scheduler",
-    "SchedulerPolicy": "runtime.execution.scheduler",
+    "SchedulerPolicy": "runtime.execution.policy",
     "SchedulerStats": "runtime.execution.scheduler_stats",
     "ScorePass": "runtime.execution.step_plan",
     "Seeds": "runtime.decoding.kinds",

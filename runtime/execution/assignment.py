@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 
 from runtime.execution.buckets import Bucket, pack
 
-# Default of :attr:`Choice.gain`: rows move only if a pass over all rows gets cheaper by at least this fraction.
-MOVE_GAIN = 0.1
-
 
 @dataclass(frozen=True)
 class Need:
@@ -83,7 +80,7 @@ class Choice:
     price: Callable[[Bucket], float]
     most_positions: float
     data: int
-    gain: float = MOVE_GAIN
+    gain: float
 
 
 def assign(

@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.assignment import MOVE_GAIN
 from runtime.execution.buckets import Bucket, Grid, all_buckets
+from runtime.execution.policy import SchedulerPolicy
 from runtime.execution.pool import Pool
 from runtime.execution.pool_shape import pass_cost, runner_for, slot_count, steps_per_block, uses_cache
 from runtime.execution.requests import RequestHandle, RowFinished, StopTest, iterations_of, may_end_early
 from runtime.execution.row_feed import RowFeed
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
-from runtime.execution.scheduler import Scheduler, SchedulerPolicy
+from runtime.execution.scheduler import Scheduler
 from runtime.execution.scheduler_stats import SchedulerStats
 from runtime.execution.selection import RowClass, Work, divide
 from runtime.execution.slot_kinds import longest_span, open_slots_for
@@ -211,7 +211,7 @@ class OfflineScheduler:
             if not len(feed) or not admit:
                 continue
             pool = self._open(group)
-            gain = MOVE_GAIN if uses_cache(pool.config) else _MOVE_GAIN
+            gain = SchedulerPolicy.move_gain if uses_cache(pool.config) else _MOVE_GAIN
             policy = SchedulerPolicy(step_seconds=None, first_tokens=False, chunks=None, move_gain=gain)
             scheduler = Scheduler([pool.limits], policy, self.stats)
             while True:

@@ -1,23 +1,12 @@
-"""Continuous batching: which waiting rows get slots, which buckets rows are in, and how long a step runs.
+"""Continuous batching: rows of requests get slots, move between buckets, and give their slots back.
 
-The policy:
+:meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes the outcome. What
+it decides by is in :mod:`runtime.execution.policy`. The scheduler has no threads, clock or devices of its own. Its
+decisions do not change the tokens of a row: each row yields the same tokens as in a batch of one, see
+:mod:`runtime.execution.slots`.
 
-* A waiting row gets a slot as soon as one is free. Owners take turns. The rows of one owner are ordered by the time at
-  which they would end if they had started on arrival, so a short row does not wait for a long one that arrived just
-  before it.
-* Rows are in the cheapest compiled buckets, and move only if this makes a pass at least 10 % cheaper (``move_gain``).
-* A step takes about ``step_seconds``. Buckets whose rows have received the least device time run first, so a long row
-  gets as much time as a short one. A bucket with a row that has shown nothing comes before all others, unless its rows
-  are ahead of others by more than a step.
-* A bucket reads one prompt chunk per step, so a long prompt does not delay the other rows of the bucket.
-* A bucket runs as many iterations as fit into its share of the step, but stops when its first row is done. While a new
-  row in it has not shown a token yet, it runs one iteration per step.
-* Rows that are all known in advance are divided into classes (:mod:`runtime.execution.selection`), each with its own
-  bucket. They get slots class by class, as many at a time as the bucket of the class holds (``most_rows``).
-
-:meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes the outcome. The
-scheduler has no threads, clock or devices of its own. Its decisions do not change the tokens of a row: each row yields
-the same tokens as in a batch of one, see :mod:`runtime.execution.slots`.
+Rows that are all known in advance are divided into classes (:mod:`runtime.execution.selection`), each with its own
+bucket. They get slots class by class, as many at a time as the bucket of the class holds.
 """
 
 from __future__ import annotations
@@ -25,13 +14,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.execution.assignment import MOVE_GAIN, Choice, Need, OpenBucket, assign
+from runtime.execution.assignment import Choice, Need, OpenBucket, assign
 from runtime.execution.buckets import Bucket, pack
 from runtime.execution.fair_queue import FairQueue
+from runtime.execution.policy import BucketStatus, SchedulerPolicy
 from runtime.execution.pool_state import PoolLimits, PoolState
 from runtime.execution.requests import (
     CanvasChanged,
@@ -44,7 +33,6 @@ from runtime.execution.requests import (
     RowInserted,
     RowsScored,
     ScheduledRow,
-    iterations_of,
 )
 from runtime.execution.result import committed_tokens
 from runtime.execution.row_request import RowResult, final_tokens
@@ -53,30 +41,6 @@ from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, Pool
 
 # When a growing row moves, its new bucket has room for this many more positions than it needs next.
 _ROOM_TO_GROW = 64
-# The canvas of a new row is fetched after each of its first iterations, at most this many, until a token has been seen.
-_FIRST_FETCHES = 2
-
-
-@dataclass(frozen=True)
-class SchedulerPolicy:
-    """Limits on the length of a step, and which events are reported after it.
-
-    Attributes:
-      max_iterations: maximum number of iterations of a bucket per step.
-      step_seconds: approximate duration of a step, estimated from earlier iterations. None runs ``max_iterations`` of
-        every bucket.
-      first_tokens: whether to report the first token of every row, even of rows that are not streamed.
-      chunks: maximum number of prompt chunks that each ``data`` shard of a bucket reads per step; None for no limit.
-      move_gain: rows move only if a pass over all rows gets cheaper by at least this fraction.
-      most_rows: maximum number of rows of a pool that run at a time; None for all its slots.
-    """
-
-    max_iterations: int = 16
-    step_seconds: float | None = 0.05
-    first_tokens: bool = True
-    chunks: int | None = 1
-    move_gain: float = MOVE_GAIN
-    most_rows: int | None = None
 
 
 class Scheduler:
@@ -141,11 +105,8 @@ class Scheduler:
         """Queue the rows and score passes of a request."""
         pool = self._pools[handle.pool]
         for index, request in enumerate(handle.rows):
-            # The rank is the time at which the row would end, so a shorter row that arrives later may overtake it.
-            seconds = 0.0
-            if self.policy.step_seconds:
-                seconds = pool.estimate_alone(request.canvas_length) * iterations_of(request)
-            pool.queue.push(handle.owner, ScheduledRow(handle, index), handle.arrived + seconds)
+            row = ScheduledRow(handle, index)
+            pool.queue.push(handle.owner, row, self.policy.rank(row, pool.estimate_alone(request.canvas_length)))
         for index in range(len(handle.score_passes)):
             self._score_queue.push(handle.owner, ScheduledRow(handle, index))
         self.waiting += handle.remaining
@@ -194,7 +155,13 @@ class Scheduler:
             self._assign(pool, [one.row for one in insertions[number]])
             if before != pool.held:
                 changed.add(number)
-        iterations = self._share_step()
+        iterations = self.policy.iterations(
+            {
+                (number, one.number): self._status(pool, one)
+                for number, pool in enumerate(self._pools)
+                for one in pool.buckets
+            }
+        )
         plans = [
             PoolPlan(number, insertions[number], self._bucket_plans(number, iterations), finish[number])
             for number, pool in enumerate(self._pools)
@@ -259,52 +226,15 @@ class Scheduler:
         written += self.policy.max_iterations * limits.growth
         return Need(min(length, written), min(length, written + _ROOM_TO_GROW))
 
-    def _share_step(self) -> dict[tuple[int, int], int]:
-        """Decide how many iterations each bucket runs in this step, by the numbers of its pool and of the bucket.
-
-        Buckets come in the order of the device time that their rows have received. One that awaits a first token comes
-        before all others, unless it is ahead of one of them by more than a step: new rows must not keep others waiting.
-        """
-        policy, found = self.policy, {}
-        left = policy.step_seconds or 0.0
-        least = min((time for pool in self._pools for time in pool.received.values()), default=0.0)
-        waiting = [
-            (not (self._awaits_first_token(one) and time <= least + left), time, number, one)
-            for number, pool in enumerate(self._pools)
-            for one, time in ((one, pool.received[one.number]) for one in pool.buckets)
-        ]
-        for place, (_, _, number, one) in enumerate(sorted(waiting, key=lambda entry: entry[:3])):
-            pool = self._pools[number]
-            seconds = pool.estimate(one.bucket)
-            if policy.step_seconds is None:
-                # Stop when the first row is done, if a waiting row can take its slot, or the others a smaller bucket.
-                changes = bool(pool.queue) or len(pool.available) > 1
-                until = self._iterations_until_change(one) if changes else policy.max_iterations
-                found[number, one.number] = min(policy.max_iterations, until)
-                continue
-            if found and (seconds > left or not seconds):
-                break
-            share = left / (len(waiting) - place)
-            iterations = min(policy.max_iterations, int(share / seconds)) if seconds else 1
-            found[number, one.number] = iterations = max(1, min(iterations, self._iterations_until_change(one)))
-            left -= iterations * seconds
-        return found
-
-    def _iterations_until_change(self, bucket: OpenBucket) -> int:
-        """Return the number of iterations until a new row's canvas is fetched, or the first of several rows ends."""
-        if self._awaits_first_token(bucket):
-            return 1
-        rows = [self._rows[row] for row in bucket.rows]
-        return min(row.remaining for row in rows) if len(rows) > 1 else self.policy.max_iterations
-
-    def _awaits_first_token(self, bucket: OpenBucket) -> bool:
-        """Return whether the bucket has a new row whose first token is awaited."""
-        rows = (self._rows[row] for row in bucket.rows)
-        return any(
-            not row.prefix and row.iterations < _FIRST_FETCHES and (row.handle.stream or self.policy.first_tokens)
-            for row in rows
-            if not row.unread
-        )
+    def _status(self, pool: PoolState, bucket: OpenBucket) -> BucketStatus:
+        """Describe an open bucket to the policy."""
+        rows, policy = [self._rows[row] for row in bucket.rows], self.policy
+        new = any(map(policy.awaits_first_token, rows))
+        # With steps of any duration, a row that ends matters only if a waiting row can take its slot, or the others a
+        # smaller bucket.
+        matters = policy.step_seconds is not None or bool(pool.queue) or len(pool.available) > 1
+        until_end = min(row.remaining for row in rows) if matters and len(rows) > 1 else policy.max_iterations
+        return BucketStatus(pool.received[bucket.number], pool.estimate(bucket.bucket), new, until_end)
 
     def _bucket_plans(self, number: int, iterations: Mapping[tuple[int, int], int]) -> list[BucketPlan]:
         plans = []

@@ -18,7 +18,7 @@ from runtime.execution.buckets import PassCost, make_grid
 def test_every_row_has_one_slot_that_is_wide_enough(data: int, cost: PassCost, bounded: bool) -> None:
     slots, canvas = 8, 512
     grid = make_grid(slots, canvas, cost, data=data, step=64)
-    choice = Choice(grid.buckets, cost, slots * canvas if bounded else math.inf, data)
+    choice = Choice(grid.buckets, cost, slots * canvas if bounded else math.inf, data, gain=0.1)
     random, numbers, rows = np.random.default_rng(1), itertools.count(), itertools.count()
     there: list[OpenBucket] = []
     lengths: dict[int, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,18 +20,25 @@ from runtime import (
     SchedulerPolicy,
     StepPlan,
 )
+from runtime.execution import policy
 from runtime.execution.buckets import PassCost, make_grid
 from tests.runtime.execution.counted_slots import WIDTH, CountedSlots, drain, finished, one_bucket, rows, step
 
 
-def laddered(slots: int = 8, **policy: object) -> Scheduler:
+def laddered(slots: int = 8, **limits: object) -> Scheduler:
     """A scheduler over a grid of many buckets, with a cost model for passes."""
     grid = make_grid(slots, WIDTH, PassCost(0.0, 64.0), data=1, step=32)
-    return Scheduler([PoolLimits(grid)], SchedulerPolicy(**policy))  # type: ignore[arg-type]
+    return Scheduler([PoolLimits(grid)], SchedulerPolicy(**limits))  # type: ignore[arg-type]
 
 
 def shapes(plan: StepPlan) -> list[tuple[int, int]]:
     return sorted((one.rows, one.width) for pool in plan.pools for one in pool.buckets)
+
+
+def test_the_policy_fits_on_one_page() -> None:
+    """A page of A4 holds 90 lines of 120 characters, at 8 points."""
+    assert policy.__file__ is not None
+    assert len(Path(policy.__file__).read_text().splitlines()) <= 90
 
 
 def test_a_lone_row_is_computed_alone_and_at_its_length() -> None:
@@ -81,8 +89,8 @@ def test_rows_that_move_for_less_compute_fewer_positions() -> None:
     lengths = sorted((int(length) for length in np.exp(random.normal(4.5, 0.5, 100)).clip(10, 500)), reverse=True)
     computed, moves = {}, {}
     for gain in (0.1, 0.03):
-        policy = {"max_iterations": 16, "step_seconds": None, "first_tokens": False, "move_gain": gain}
-        scheduler, slots = laddered(32, **policy), CountedSlots(0.01)
+        limits = {"max_iterations": 16, "step_seconds": None, "first_tokens": False, "move_gain": gain}
+        scheduler, slots = laddered(32, **limits), CountedSlots(0.01)
         scheduler.add(RequestHandle(rows=rows(*lengths)))
         drain(scheduler, slots)
         assert scheduler.stats.rows == len(lengths)
