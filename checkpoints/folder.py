@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
-from checkpoints.local_files import parse_json_object, replace_file
+from checkpoints.local_files import parse_json_object, remove_abandoned, replace_file
 from checkpoints.storage import STORAGE_SCHEMES, Storage
 from checkpoints.urls import file_versions, read_file
 
@@ -391,6 +391,7 @@ def _fetch_url(url: str, weights: bool) -> Path:
         # A change at the source, even of the same size, leads to another folder here.
         before = file_versions(system, wanted)
         cache, fetched = _cache_folder("\n".join([url, *before])), []
+        remove_abandoned(cache)
         for name, info in wanted.items():
             target = cache / name
             if not target.is_file():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
 import json
 import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+_ABANDONED_SECONDS = 24 * 3600.0
 
 
 def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
@@ -44,6 +48,17 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what :func:`replace_file` left in a folder when its process was killed.
+
+    That is a partial file that nobody has written to for a day: another process may be writing a newer one.
+    """
+    for partial in folder.glob(".*.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
+                partial.unlink()
 
 
 def sync(path: Path) -> None:

@@ -5,10 +5,11 @@ python -m launch.docs.folder_tables      replaces the text between each table's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoints import FORMATS
+from launch.docs.marked_tables import markdown, replace_table
 from runtime import FAMILIES
 from runtime.planner import PRESETS, HeadLayout, preset
 
@@ -26,7 +27,7 @@ def families() -> str:
         rules = _codes(family.parallel_rules) if algorithms else ""
         lines.append((*cells, algorithms, rules, _codes(family.presets), family.verified))
     head = ("`model_type`", "objective", "attention", "offset", "`algorithm`", "`parallel`", "presets", "compared with")
-    return _markdown(head, lines)
+    return markdown(head, lines)
 
 
 def heads() -> str:
@@ -40,13 +41,13 @@ def heads() -> str:
     for (queries, kv_heads), names in models.items():
         splits = [_split(HeadLayout.for_tensor(queries, kv_heads, size)) for size in _TENSOR_SIZES]
         lines.append((f"{queries} / {kv_heads}", *splits, _codes(names)))
-    return _markdown(head, lines)
+    return markdown(head, lines)
 
 
 def formats() -> str:
     """Return a Markdown table with a row per checkpoint format."""
     head = ("format", "recognized by", "dtypes", "loads directly", "manifest", "written by")
-    return _markdown(
+    return markdown(
         head,
         (
             (
@@ -70,15 +71,13 @@ TABLES = {
 
 
 def write(page: str, text: str) -> str:
-    """Return a page, given its path and text, with the table between its markers regenerated.
+    """Return a page, given its path and text, with its table regenerated.
 
     Raises:
-      ValueError: the page has no markers.
+      InputError: the page has no place for it.
     """
     name, table = TABLES[page]
-    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, rest = text.split(start, 1)
-    return f"{before}{start}{table()}{end}{rest.split(end, 1)[1]}"
+    return replace_table(text, name, table())
 
 
 def _split(layout: HeadLayout) -> str:
@@ -92,10 +91,6 @@ def _split(layout: HeadLayout) -> str:
 
 def _codes(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
-
-
-def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.docs.marked_tables import markdown, replace_table
 from runtime.planner import Estimate, Workload, parse_topology, preset, rank
 
 MODEL = "diffucoder-7b"
@@ -32,7 +33,7 @@ def table() -> str:
     """Return a Markdown table with a row per machine: for each workload the mesh ranked first, and its estimates."""
     head = ["machine", "usable GB per device", "weights"]
     head += [f"{rows} x ({prompt} + {new})" for rows, prompt, new in WORKLOADS]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for machine in MACHINES:
         topology = parse_topology(machine)
         for quantization in ("none", "int8"):
@@ -42,7 +43,7 @@ def table() -> str:
         usable = f"{topology.chip.usable_bytes / 1e9:.1f}"
         dtype = "bfloat16" if quantization == "none" else quantization
         lines.append([f"`{topology}`", usable, dtype if any(found) else "do not fit", *map(_cell, found)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(head, lines)
 
 
 def _workload(rows: int, prompt: int, new_tokens: int, quantization: str) -> Workload:
@@ -56,7 +57,7 @@ def families() -> str:
     """
     rows, prompt, new = FAMILY_WORKLOAD
     head = ["model", "attention", "cache", "positions per token", *(f"`{machine}`" for machine in FAMILY_MACHINES)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for model, cache in FAMILIES:
         config = preset(model)
         length = config.attention_block_length or Workload.block_length
@@ -64,18 +65,20 @@ def families() -> str:
         found = [_best(machine, workload) for machine in FAMILY_MACHINES]
         kept = "KV" if config.objective == "autoregressive" else cache
         lines.append([f"`{model}`", config.family.attention, kept, _positions(workload, found), *map(_rates, found)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(head, lines)
 
 
 _TABLES = {"machines": table, "families": families}
 
 
 def write(text: str) -> str:
-    """Return a document with its tables regenerated."""
+    """Return a document with its tables regenerated.
+
+    Raises:
+      InputError: the document has no place for one of them.
+    """
     for name, make in _TABLES.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, rest = text.split(start, 1)
-        text = f"{before}{start}{make()}{end}{rest.split(end, 1)[1]}"
+        text = replace_table(text, name, make())
     return text
 
 

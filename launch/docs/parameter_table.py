@@ -5,16 +5,15 @@ python -m launch.docs.parameter_table launch/README.md      replaces the text be
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime import DiffusionConfig, InputError, Parameter, Requirement, SamplingConfig, declared_parameters
+from launch.docs.marked_tables import markdown, replace_table
+from runtime import DiffusionConfig, Parameter, Requirement, SamplingConfig, declared_parameters
 
 _CONFIGS = {"diffusion": DiffusionConfig, "autoregressive": SamplingConfig}
-_MARKED = re.compile(r"(<!-- decoding parameters -->\n).*?(<!-- end of decoding parameters -->)", re.DOTALL)
 _HEAD = ("parameter", "models", "values", "default", "compiled in", "requires", "what it does")
 
 
@@ -29,20 +28,16 @@ def table(configs: dict[str, type] = _CONFIGS) -> str:
         for one in declared_parameters(config):
             if not one.from_model:
                 rows.setdefault(one, []).append(models)
-    lines = [_HEAD, ("---",) * len(_HEAD)]
-    lines += [_row(one, models, everywhere=len(models) == len(configs)) for one, models in rows.items()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(_HEAD, [_row(one, models, everywhere=len(models) == len(configs)) for one, models in rows.items()])
 
 
 def write(text: str) -> str:
-    """Return a document with the table between its markers regenerated.
+    """Return a document with its table regenerated.
 
     Raises:
-      InputError: the document has no markers.
+      InputError: the document has no place for it.
     """
-    if not _MARKED.search(text):
-        raise InputError("expected the lines <!-- decoding parameters --> and <!-- end of decoding parameters -->")
-    return _MARKED.sub(lambda found: f"{found[1]}{table()}{found[2]}", text)
+    return replace_table(text, "decoding parameters", table())
 
 
 def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,22 @@ def test_a_manifest_may_list_files_that_are_not_fetched(upload: Callable[[Path],
     assert verify(folder) == sum(map(len, contents(source).values()))
     assert (folder.path / TEMPLATE).read_bytes() == (source / TEMPLATE).read_bytes()
     assert not [path for path in folder.names() if path in UNREAD]
+
+
+def test_partial_files_of_killed_downloads_are_removed(memory: Callable[[Path], str], source: Path) -> None:
+    """Those of a day ago: a newer one may be another process's."""
+    name = memory(source)
+    cache = open_folder(name).path
+    (cache / "config.json").unlink()
+    old, new = (cache / f".config.json.0123456{number}.partial" for number in (1, 2))
+    for path, hours in ((old, 25), (new, 23)):
+        path.write_text("{")
+        then = time.time() - 3600 * hours
+        os.utime(path, (then, then))
+    assert open_folder(name).path == cache
+    assert (cache / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert not old.exists()
+    assert new.exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", TEMPLATE, "LICENSE", "model.safetensors"])
