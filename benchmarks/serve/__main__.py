@@ -10,14 +10,14 @@ its own compile cache. The lengths of prompts (20 to 200 tokens) and answers (8 
 default canvas. Requests turn early stop off, so every answer has the requested length on both sides.
 
 Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and single requests right after
-ready), ``compiling`` (a single request, sent again and again while a server compiles its programs, beside the same
-request while it does not), ``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``,
-``capacity`` (requests per second while more wait than there are slots, for both servers in turns), ``same_arrivals``
-(Poisson arrivals at 30 % of the old capacity, in turns too), ``one_at_a_time`` (the requests of the loads through
-``engine.generate``), ``loads`` (Poisson arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh
-batch`` against its useful work at the best measured rate). :mod:`benchmarks.serve.sections` defines them exactly. The
-older server takes up to a minute for a request, so it gets fewer of them: two single requests, 60 Poisson arrivals, and
-those for its capacity.
+ready, each followed by ``engine.generate``), ``compiling`` (a single request, sent again and again while a server
+compiles its programs, beside the same request while it does not), ``lone`` (time to the last token beside
+``engine.generate``, taking turns), ``first_text``, ``capacity`` (requests per second while more wait than there are
+slots, for both servers in turns), ``same_arrivals`` (Poisson arrivals at 30 % of the old capacity, in turns too),
+``one_at_a_time`` (the requests of the loads through ``engine.generate``), ``loads`` (Poisson arrivals at shares of this
+server's capacity: 30, 60 and 90 %), ``batch`` (``diffumesh batch`` against its useful work at the best measured rate).
+:mod:`benchmarks.serve.sections` defines them exactly. The older server takes up to a minute for a request, so it gets
+fewer of them: two single requests, 60 Poisson arrivals, and those for its capacity.
 
 The record benchmarks/results/serve.json is written after each section, and plots are drawn at the end. Its
 ``acceptance`` has a row for each expectation, with the measured value, the goal, and whether it is met.
@@ -187,7 +187,8 @@ def measure(subject: Subject) -> Iterator[str]:
     new = subject.checkouts[-1]
     if subject.wants("starts"):
         arguments = {one.name: subject.arguments(one) for one in subject.checkouts}
-        results["starts"] = measure_starts(subject.checkouts, arguments, subject.lone, sizes.starts)
+        with generate_loop(new, subject.values.checkpoint, subject.folder / "loop") as loop:
+            results["starts"] = measure_starts(subject.checkouts, arguments, loop, subject.lone, sizes.starts)
         yield "starts"
     if subject.wants("compiling"):
         numbers = itertools.count()
@@ -304,13 +305,11 @@ def ratios(results: dict[str, Any]) -> dict[str, Any]:
         found["capacity_times_one_at_a_time"] = round(
             capacity["new"] / results["one_at_a_time"]["requests_per_second"], 2
         )
-    if "lone" in results and "starts" in results:
+    if "starts" in results:
+        served, generated = results["starts"]["lone_from_ready_ms"], results["starts"]["generate_beside_ms"]
         found["lone_from_ready_times_generate"] = {
-            str(row["new_tokens"]): [
-                round(one / row["generate_ms"].median, 3)
-                for one in results["starts"]["lone_from_ready_ms"][str(row["new_tokens"])]
-            ]
-            for row in results["lone"]
+            tokens: [round(ours / theirs, 3) for ours, theirs in zip(each, generated[tokens], strict=True)]
+            for tokens, each in served.items()
         }
     if "lone" in results:
         found["slowest_lone_times_generate"] = max(row["times_generate"] for row in results["lone"])

@@ -90,15 +90,23 @@ def started(found: Server) -> dict[str, Any]:
 
 
 def measure_starts(
-    checkouts: Sequence[Checkout], arguments: Mapping[str, Sequence[str]], asks: Sequence[Ask], starts: int
+    checkouts: Sequence[Checkout],
+    arguments: Mapping[str, Sequence[str]],
+    loop: GenerateLoop,
+    asks: Sequence[Ask],
+    starts: int,
 ) -> dict[str, Any]:
     """Measure starts of each server: one with an empty compile cache, then with the cache that it filled.
 
     This checkout's server is started ``starts`` times with the warm cache, and the older one once. This checkout's
     server then gets single requests right after it is ready, because by then it has read all programs from the cache.
+    ``engine.generate`` runs each of them right after it, because the processor's speed varies within minutes.
     """
     found: dict[str, Any] = {one.name: {"cold": None, "warm": []} for one in checkouts}
-    lone_from_ready: dict[str, list[float]] = {str(ask.max_tokens): [] for ask in asks}
+    served: dict[str, list[float]] = {str(ask.max_tokens): [] for ask in asks}
+    generated: dict[str, list[float]] = {str(ask.max_tokens): [] for ask in asks}
+    for ask in asks:
+        loop.generate(ask.prompt, ask.max_tokens, ask.seed)  # compiles the program
     for one in checkouts:
         with server(one, arguments[one.name]) as cold:
             found[one.name]["cold"] = started(cold)
@@ -111,8 +119,10 @@ def measure_starts(
                 found[one.name]["warm"].append(started(warm))
                 if one.name == "new":
                     for ask in asks:
-                        lone_from_ready[str(ask.max_tokens)].append(round(1e3 * lone(warm.address, ask).end, 2))
-    return {"starts": found, "lone_from_ready_ms": lone_from_ready}
+                        served[str(ask.max_tokens)].append(round(1e3 * lone(warm.address, ask).end, 2))
+                        alone = loop.generate(ask.prompt, ask.max_tokens, ask.seed)["seconds"]
+                        generated[str(ask.max_tokens)].append(round(1e3 * alone, 2))
+    return {"starts": found, "lone_from_ready_ms": served, "generate_beside_ms": generated}
 
 
 def measure_while_compiling(
@@ -348,6 +358,20 @@ def measure_loop(loop: GenerateLoop, asks: Sequence[Ask]) -> tuple[dict[str, Any
 # ---- a batch ------------------------------------------------------------------------------------------------------
 
 
+def useful_work(
+    asks: Sequence[Ask], count_tokens: Callable[[str], int], rates: Mapping[str, float], sizes: Sizes
+) -> tuple[int, float]:
+    """Return the positions of all forward passes of each row, and their seconds at the best rate of its canvas."""
+    of_canvas = {canvas: max(rates[f"{rows} x {canvas}"] for rows in sizes.rate_rows) for canvas in sizes.rate_canvases}
+    useful, seconds = 0, 0.0
+    for ask in asks:
+        length = count_tokens(ask.prompt) + ask.max_tokens
+        work = length * max(1, ask.max_tokens - 1)
+        useful += work
+        seconds += work / of_canvas[min((one for one in of_canvas if one >= length), default=max(of_canvas))]
+    return useful, seconds
+
+
 def measure_batch(
     checkout: Checkout,
     arguments: Sequence[str],
@@ -363,21 +387,16 @@ def measure_batch(
     ``sizes.rate_canvases`` with full rows. ``useful_seconds_at_best_of_canvas``: each row's work at the fastest rate of
     the narrowest of these canvases that holds it, because attention over a wide canvas takes longer for each position.
     The batch runs with an empty compile cache and then with a warm one; the second run is compared. Its wall time is
-    that of the whole process: start, loading, programs, generation, and writing of results.
+    that of the whole process: start, loading, programs, generation, and writing of results. A rate is the median of
+    three, measured before, between and after the two runs, because the processor's speed varies within minutes.
     """
-    rates = {
-        f"{rows} x {canvas}": round(loop.rate(rows, canvas))
-        for rows, canvas in itertools.product(sizes.rate_rows, sizes.rate_canvases)
-    }
-    best = max(rates, key=lambda shape: rates[shape])
-    of_canvas = {canvas: max(rates[f"{rows} x {canvas}"] for rows in sizes.rate_rows) for canvas in sizes.rate_canvases}
-    lengths = [count_tokens(ask.prompt) + ask.max_tokens for ask in asks]
-    works = [length * max(1, ask.max_tokens - 1) for length, ask in zip(lengths, asks, strict=True)]
-    useful = sum(works)
-    by_canvas = sum(
-        work / of_canvas[min((one for one in of_canvas if one >= length), default=max(of_canvas))]
-        for length, work in zip(lengths, works, strict=True)
-    )
+    shapes = list(itertools.product(sizes.rate_rows, sizes.rate_canvases))
+    measured: dict[str, list[float]] = {f"{rows} x {canvas}": [] for rows, canvas in shapes}
+
+    def measure_rates() -> None:
+        for rows, canvas in shapes:
+            measured[f"{rows} x {canvas}"].append(loop.rate(rows, canvas))
+
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "prompts.jsonl"
         lines = [
@@ -385,15 +404,22 @@ def measure_batch(
             for number, ask in enumerate(asks)
         ]
         source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        runs = {
-            cache: run_batch(checkout, [*arguments, f"--input={source}", f"--output_dir={Path(temporary) / cache}"])
-            for cache in ("cold", "warm")
-        }
+        measure_rates()
+        runs = {}
+        for cache in ("cold", "warm"):
+            runs[cache] = run_batch(
+                checkout, [*arguments, f"--input={source}", f"--output_dir={Path(temporary) / cache}"]
+            )
+            measure_rates()
+    rates = {shape: round(statistics.median(each)) for shape, each in measured.items()}
+    best = max(rates, key=lambda shape: rates[shape])
+    useful, by_canvas = useful_work(asks, count_tokens, rates, sizes)
     seconds = useful / rates[best]
     return {
         "prompts": len(asks),
         "useful_positions": useful,
         "positions_per_second": rates,
+        "positions_per_second_each": {shape: [round(one) for one in each] for shape, each in measured.items()},
         "best": best,
         "useful_seconds_at_best": round(seconds, 3),
         "useful_seconds_at_best_of_canvas": round(by_canvas, 3),

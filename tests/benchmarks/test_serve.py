@@ -143,7 +143,10 @@ def results(old: bool) -> dict[str, Any]:
         "offered_requests_per_second": 0.6, "e2e_ms": times(700.0), "useful_share": 0.83, "refused": 1, "failed": 2,
     }  # fmt: skip
     found: dict[str, Any] = {
-        "starts": {"starts": {"new": {"cold": start(20.0), "warm": [warm]}}, "lone_from_ready_ms": {"32": [650]}},
+        "starts": {
+            "starts": {"new": {"cold": start(20.0), "warm": [warm]}},
+            "lone_from_ready_ms": {"32": [650]}, "generate_beside_ms": {"32": [500]},
+        },
         "while_compiling": {
             "new_tokens": 32, "requests": 61, "compiling_ms": times(550.0), "widest_ms": times(500.0),
             "compiled_ms": times(240.0),
@@ -207,11 +210,17 @@ def test_a_start_is_read_before_requests_are_sent(monkeypatch: pytest.MonkeyPatc
         calls.append("lone")
         return Answer(200, 0.1, 0.2, ask.max_tokens, "x")
 
+    def generate(prompt: str, max_tokens: int, seed: int) -> dict[str, float]:
+        calls.append("generate")
+        return {"seconds": 0.1}
+
     for replacement in (server, started, lone):
         monkeypatch.setattr(sections, replacement.__name__, replacement)
-    found = sections.measure_starts([Checkout("new", Path(), "python")], {"new": []}, asks_of([3, 4]), 2)
-    assert calls == ["started", *["started", "lone", "lone"] * 2]
+    loop: Any = SimpleNamespace(generate=generate)
+    found = sections.measure_starts([Checkout("new", Path(), "python")], {"new": []}, loop, asks_of([3, 4]), 2)
+    assert calls == ["generate", "generate", "started", *["started", *["lone", "generate"] * 2] * 2]
     assert found["lone_from_ready_ms"] == {"3": [200.0] * 2, "4": [200.0] * 2}
+    assert found["generate_beside_ms"] == {"3": [100.0] * 2, "4": [100.0] * 2}
 
 
 def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
