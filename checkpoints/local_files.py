@@ -51,11 +51,11 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what :func:`replace_file` left in a folder when its process was killed.
+    """Remove what :func:`replace_file` left in a folder and its subfolders when its process was killed.
 
-    That is a partial file that nobody has written to for a day: another process may be writing a newer one.
+    Only partial files that nobody has written to for a day are removed: another process may be writing a newer one.
     """
-    for partial in folder.glob(".*.partial"):
+    for partial in folder.rglob(".*.partial"):
         with contextlib.suppress(OSError):
             if time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
                 partial.unlink()

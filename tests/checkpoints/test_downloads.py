@@ -95,18 +95,20 @@ def test_a_manifest_may_list_files_that_are_not_fetched(upload: Callable[[Path],
 
 
 def test_partial_files_of_killed_downloads_are_removed(memory: Callable[[Path], str], source: Path) -> None:
-    """Those of a day ago: a newer one may be another process's."""
+    """Only those that are a day old are removed: another process may be writing a newer one."""
     name = memory(source)
     cache = open_folder(name).path
     (cache / "config.json").unlink()
     old, new = (cache / f".config.json.0123456{number}.partial" for number in (1, 2))
-    for path, hours in ((old, 25), (new, 23)):
+    inner = (cache / TEMPLATE).with_name(".rag.jinja.01234563.partial")
+    for path, hours in ((old, 25), (inner, 25), (new, 23)):
         path.write_text("{")
         then = time.time() - 3600 * hours
         os.utime(path, (then, then))
     assert open_folder(name).path == cache
     assert (cache / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert not old.exists()
+    assert not inner.exists()
     assert new.exists()
 
 
