@@ -53,6 +53,11 @@ def _terminate() -> None:
     time.sleep(0.5)
 
 
+def _interrupt() -> None:
+    os.kill(os.getppid() if this_host().count > 1 else os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+
+
 def _terminate_twice() -> None:
     _terminate()
     _terminate()
@@ -69,6 +74,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stuck": _sleep,
     "drain": _terminate,
     "end": _terminate_twice,
+    "interrupt": _interrupt,
 }
 
 

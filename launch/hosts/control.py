@@ -157,7 +157,7 @@ class ControlServer:
     def _take(self, host: int, message: Message) -> None:
         self._hub.take(host, message)
         if message["kind"] == "terminated":
-            self._tell_all("terminated")
+            self._tell_all("terminated", interrupted=bool(message.get("interrupted")))
         if message["kind"] != "gather":
             return
         topic, number = str(message.get("topic", "")), int(message.get("number", 0))

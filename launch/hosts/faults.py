@@ -15,6 +15,9 @@ EXIT_USER_ERROR = 2
 EXIT_RESTART = 42
 EXIT_INTERRUPTED = 130
 
+# A terminal and a parent process may both pass on the same Ctrl-C.
+SECONDS_OF_ONE_SIGNAL = 0.5
+
 # Kinds of faults. The last three may be consequences of the end of another host: this host stops too, its collectives
 # fail, or JAX aborts its process.
 FaultKind = Literal[

@@ -20,7 +20,14 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 from checkpoints import OtherProcessError
-from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, HostsDifferError, Timeouts
+from launch.hosts.faults import (
+    EXIT_INTERRUPTED,
+    EXIT_RESTART,
+    EXIT_USER_ERROR,
+    SECONDS_OF_ONE_SIGNAL,
+    HostsDifferError,
+    Timeouts,
+)
 from launch.hosts.messages import decode, encode, shorten
 from launch.hosts.place import Place
 from launch.hosts.supervisor import Shared, supervise
@@ -30,8 +37,6 @@ from runtime import InputError
 SECONDS_TO_STOP = 5.0
 
 _TICK = 0.25
-# A terminal and a parent process may both pass on the same Ctrl-C.
-_SECONDS_OF_ONE_SIGNAL = 0.5
 _PR_SET_PDEATHSIG = 1
 _KILLED_WITHIN = 30.0  # seconds in which the supervisor kills the worker after a fault
 
@@ -109,7 +114,7 @@ class Host:
         Python raises ``KeyboardInterrupt`` only once the main thread has left code in C, such as the compiler.
         """
         now = time.monotonic()
-        if received and now - self._interrupted_at > _SECONDS_OF_ONE_SIGNAL:
+        if received and now - self._interrupted_at > SECONDS_OF_ONE_SIGNAL:
             self._stop_by = now - 1
         if received and not self._interrupted:
             self._interrupted, self._interrupted_at = True, now
@@ -138,15 +143,18 @@ class Host:
 
     @property
     def any_terminated(self) -> bool:
-        """Whether any host is known to have received SIGTERM. Each host learns of it at a time of its own.
+        """Whether any host is known to have received SIGTERM, or one of several hosts Ctrl-C.
 
-        See :meth:`draining` for an answer that all hosts share.
+        Each learns of it at a time of its own. See :meth:`draining` for an answer that all hosts share.
         """
         return self._terminated
 
     @property
     def interrupted(self) -> bool:
-        """Whether this host, the only one, received Ctrl-C, even if the main thread has not noticed it yet."""
+        """Whether this host received Ctrl-C, even if the main thread has not noticed it yet.
+
+        Of several hosts, each is told if any received one, at a time of its own.
+        """
         return self._interrupted
 
     def draining(self) -> bool:
@@ -156,10 +164,12 @@ class Host:
         """
         return any(self.gather("drain", self._terminated))
 
-    def end_within(self, seconds: float) -> None:
+    def end_within(self, seconds: float, *, interruptible: bool = False) -> None:
         """Limit the seconds that this process may run after SIGTERM, even if something in it hangs.
 
-        0 means that no work is in flight: SIGTERM stops the process at once.
+        Args:
+          seconds: the limit. 0 means that no work is in flight: SIGTERM stops the process at once.
+          interruptible: whether, on several hosts, the first Ctrl-C lets the process end by itself, as SIGTERM does.
         """
         self._grace_period = seconds
         if self._terminated:
@@ -242,11 +252,11 @@ class Member(Host):
     @property
     def any_terminated(self) -> bool:
         """Whether any host is known to have received SIGTERM, as host 0 has told all supervisors."""
-        return self._terminated or self._any_terminated
+        return self._any_terminated
 
-    def end_within(self, seconds: float) -> None:
-        """Pass the limit to the supervisor, which handles SIGTERM."""
-        self._send(encode("grace period", seconds=seconds))
+    def end_within(self, seconds: float, *, interruptible: bool = False) -> None:
+        """Pass the limit to the supervisor, which handles SIGTERM and Ctrl-C."""
+        self._send(encode("grace period", seconds=seconds, interruptible=interruptible))
 
     def before_end(self, tell: Callable[[], None]) -> None:
         """Register the callback. The supervisor waits a few seconds for it before it ends this process."""
@@ -291,9 +301,11 @@ class Member(Host):
             message = decode(line)
             if message["kind"] == "gathered":
                 self._answers.put(message["values"])
-            elif message["kind"] == "drain":
-                self._terminated = True
-            elif message["kind"] == "terminated":
+            elif message["kind"] in ("drain", "terminated"):
+                # Ctrl-C first: a thread that sees the end of the run reads then what ends it.
+                self._interrupted = self._interrupted or bool(message["interrupted"])
+                if message["kind"] == "drain":
+                    self._terminated = True
                 self._any_terminated = True
             elif message["kind"] == "verdict":
                 with contextlib.suppress(Exception):  # the process ends either way

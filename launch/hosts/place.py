@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,14 +65,19 @@ def define_place_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "coordinator_address", None, "Address of host 0, as name:port. Default: detected.", flag_values=values
     )
-    integer("num_processes", "Number of hosts. 1 runs on this host only, even inside a detected cluster.", 1, MAX_HOSTS)
+    integer(
+        "num_processes",
+        "Number of processes of the run, normally one per host. 1: run alone, even inside a detected cluster.",
+        1,
+        MAX_HOSTS,
+    )
     integer("process_id", "Process index of this host, from 0.", 0, MAX_HOSTS - 1)
     integer(
         "coordinator_port", f"Port of JAX's coordination service. Default: as detected, else {DEFAULT_PORT}.", 1, 65535
     )
     integer(
         "control_port",
-        "Port of host 0 to which hosts report faults and values. Default: the coordinator's port plus 1.",
+        "Port of host 0 to which the supervisors of all hosts connect. Default: the coordinator's port plus 1.",
         1,
         65535,
     )
@@ -226,3 +233,23 @@ def _local_devices(given: Sequence[str] | None, around: Mapping[str, str]) -> tu
         if rank in around and several and int(several[0]) > 1:
             return (_number(around, rank),)
     return None
+
+
+def check_coordinator_port(place: Place) -> None:
+    """Check that JAX's coordination service can listen on this host, which is host 0.
+
+    Raises:
+      InputError: another program listens on the port.
+    """
+    address, port = place.bind.strip("[]"), int(place.coordinator.rpartition(":")[2])
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections that have just closed
+            tried.bind((address, port))
+            tried.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"host 0 cannot listen on {place.bind}:{port} ({error.strerror}); --coordinator_port names another port"
+            ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import mmap
 import os
 import signal
@@ -22,13 +23,14 @@ from launch.hosts.faults import (
     EXIT_INTERRUPTED,
     EXIT_RESTART,
     EXIT_USER_ERROR,
+    SECONDS_OF_ONE_SIGNAL,
     Fault,
     Timeouts,
     fault_of_status,
     host_name,
 )
 from launch.hosts.messages import MAX_BYTES, Message, encode, printable, receive, receive_greeting, shorten
-from launch.hosts.place import Place
+from launch.hosts.place import Place, check_coordinator_port
 from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, nonce, proof, read_secret
 from runtime import InputError
 
@@ -131,26 +133,6 @@ def _closed() -> ConnectionError:
     return ConnectionAbortedError(errno.ECONNABORTED, "it closed the connection without an answer")
 
 
-def check_coordinator_port(place: Place) -> None:
-    """Check that JAX's coordination service can listen on this host, which is host 0.
-
-    Raises:
-      InputError: another program listens on the port.
-    """
-    address, port = place.bind.strip("[]"), int(place.coordinator.rpartition(":")[2])
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections that have just closed
-            tried.bind((address, port))
-            tried.listen()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise InputError(
-                f"host 0 cannot listen on {place.bind}:{port} ({error.strerror}); --coordinator_port names another port"
-            ) from error
-
-
 class Supervisor:
     """Supervises the worker of one host."""
 
@@ -173,8 +155,10 @@ class Supervisor:
         self._done = False
         self._ended = False
         self._begun = False
-        self._terminated = False
+        self._ended_by = ""  # the signal after which the worker finishes its work in flight
+        self._interrupted_at = -math.inf
         self._grace_period: float | None = None
+        self._interruptible = False  # whether the worker also ends by itself after Ctrl-C
         self._heartbeat = (0, time.monotonic())
         self._last_words = False
 
@@ -284,7 +268,7 @@ class Supervisor:
                 case "last words":
                     self._last_words = True
                 case "grace period":
-                    self._grace_period = float(message["seconds"])
+                    self._grace_period, self._interruptible = float(message["seconds"]), bool(message["interruptible"])
                     self._limit_end()
                 case "told":
                     if not self._worker_told.done():
@@ -414,7 +398,7 @@ class Supervisor:
                         self._link.write(encode("gathered", topic=message["topic"], values=message["values"]))
                 case "terminated":
                     if self._link is not None:
-                        self._link.write(encode("terminated"))
+                        self._link.write(encode("terminated", interrupted=message["interrupted"]))
                 case "dump":
                     await self._dump()
                 case "verdict":
@@ -427,22 +411,39 @@ class Supervisor:
     # ---- signals ----------------------------------------------------------------------------------------------
 
     def _on_terminate(self) -> None:
-        if self._terminated or not self._begun or self._grace_period == 0:
-            text = "a second SIGTERM" if self._terminated else "SIGTERM before any work was in flight"
+        if self._ended_by or not self._is_in_flight:
+            text = "a second SIGTERM" if self._ended_by else "SIGTERM before any work was in flight"
             self._report(Fault("stopped", f"stopped at once by {text}"))
             return
-        self._terminated = True
         self._say(f"{self._name} received SIGTERM: finishing work in flight; a second SIGTERM stops at once")
-        self._send("terminated")
+        self._drain("SIGTERM")
+
+    def _on_interrupt(self) -> None:
+        """Let a worker that prints what it has end by itself; stop others at once, and all after a second Ctrl-C."""
+        now = time.monotonic()
+        if self._interruptible and self._is_in_flight and not self._ended_by:
+            self._interrupted_at = now
+            self._say(f"{self._name}: stopping: the text so far follows; a second Ctrl-C stops at once")
+            self._drain("Ctrl-C")
+        elif now - self._interrupted_at > SECONDS_OF_ONE_SIGNAL:  # a terminal and ``diffumesh local`` pass on the same
+            self._report(Fault("stopped", "interrupted", EXIT_INTERRUPTED))
+
+    @property
+    def _is_in_flight(self) -> bool:
+        """Whether there is work that a signal may not stop at once."""
+        return self._begun and self._grace_period != 0
+
+    def _drain(self, received: str) -> None:
+        """Tell all workers to end, because of a signal that this host received."""
+        self._ended_by, interrupted = received, received == "Ctrl-C"
+        self._send("terminated", interrupted=interrupted)
         if self._link is not None:
-            self._link.write(encode("drain"))
+            self._link.write(encode("drain", interrupted=interrupted))
         self._limit_end()
 
     def _limit_end(self) -> None:
-        """After SIGTERM, report a fault if the run does not end within its grace period."""
-        if self._terminated and self._grace_period is not None:
-            late = Fault("stopped", f"did not end within {self._grace_period:.0f} s after SIGTERM")
+        """After a signal, report a fault if the run does not end within its grace period."""
+        if self._ended_by and self._grace_period is not None:
+            code = EXIT_INTERRUPTED if self._ended_by == "Ctrl-C" else EXIT_RESTART
+            late = Fault("stopped", f"did not end within {self._grace_period:.0f} s after {self._ended_by}", code)
             asyncio.get_running_loop().call_later(self._grace_period, self._report, late)
-
-    def _on_interrupt(self) -> None:
-        self._report(Fault("stopped", "interrupted", EXIT_INTERRUPTED))

@@ -27,8 +27,7 @@ class Interruption:
     Before it, :func:`launch.process.startup.start_devices` is called with ``end_within=0``: there is no text to print.
     Rows end at their next stop test, which runs every few steps. After SIGTERM, they first have some seconds to finish.
     If a step takes too long for that, the tokens of the last stop test are printed and the process exits. On several
-    hosts, the process of host 0 does so after a SIGTERM on any host, and its end ends the others; Ctrl-C ends all at
-    once.
+    hosts, the process of host 0 does so after a signal on any host, and its end ends the others.
 
     Attributes:
       signal: the signal received; None if there was none.
@@ -51,7 +50,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._begun = time.monotonic()
-        this_host().end_within(SECONDS_TO_END)
+        this_host().end_within(SECONDS_TO_END, interruptible=True)
         if threading.current_thread() is threading.main_thread() and this_host().process_index == 0:
             if this_host().count == 1:
                 self._before = signal.signal(signal.SIGINT, self._hear)
@@ -99,10 +98,10 @@ class Interruption:
                     self._end(heard)
 
     def _received(self) -> signal.Signals | None:
-        """Return the signal that ends the generation: SIGTERM on any host, or Ctrl-C here. None if there was none."""
-        if this_host().any_terminated:
-            return signal.SIGTERM
-        return signal.SIGINT if this_host().interrupted else self.signal
+        """Return the signal that ends the generation, on any host. None if there was none."""
+        if this_host().interrupted:
+            return signal.SIGINT
+        return signal.SIGTERM if this_host().any_terminated else self.signal
 
     def _end(self, heard: signal.Signals) -> None:
         """Print the tokens so far, and exit even if that fails: the reader of a pipe may be gone."""
@@ -140,7 +139,8 @@ class Interruption:
             progress(done, total)
             self._steps = f"{done} of {total} steps"
             if this_host().draining() and self.signal is None:
-                self._note(signal.SIGTERM)
+                interrupted = any(this_host().gather("interrupted", this_host().interrupted))
+                self._note(signal.SIGINT if interrupted else signal.SIGTERM)
             if self.signal == signal.SIGTERM:
                 # Host 0's clock decides for all hosts.
                 self.cut_short = bool(

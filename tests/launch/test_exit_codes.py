@@ -16,8 +16,7 @@ from absl import flags
 from checkpoints import replace_file
 from launch import generate
 from launch.folders.listing import print_names
-from launch.hosts.place import Place
-from launch.hosts.supervisor import check_coordinator_port
+from launch.hosts.place import Place, check_coordinator_port
 from launch.process import startup
 from launch.process.profiling import write_programs
 from launch.process.startup import run_launcher

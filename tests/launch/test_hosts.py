@@ -174,20 +174,51 @@ def test_sigterm_on_one_host_drains_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ctrl_c_on_one_host_ends_all_with_the_text_so_far(tmp_path: Path) -> None:
+    codes, out, err = run_with_fault(tmp_path, "interrupt", 2)
+    assert codes == [130, 130], err
+    assert out[0].startswith("def add")
+    assert out[1] == ""
+    assert "host 1" in err[1]
+    assert "the text so far follows; a second Ctrl-C stops at once" in err[1]
+    assert "stopped by SIGINT: " in err[0]
+    assert "new tokens committed, printed up to the first open position" in err[0]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
+    command = generate_command("--fault=stuck", "--fault_host=1", module="benchmarks.fault_injection")
+    with HostProcesses([command] * 2, tmp_path) as processes:
+        until_stuck(processes)
+        processes.send(1, signal.SIGINT)
+        time.sleep(1.0)
+        processes.send(1, signal.SIGINT)
+        codes, err = processes.wait(60), processes.text("err")
+    assert codes == [130, 130], err
+    assert "stopped by SIGINT" not in err[0]
+
+
+def until_stuck(processes: HostProcesses) -> None:
+    """Wait until host 1 does not make progress."""
+    deadline = time.monotonic() + 120
+    while "FAULT " not in processes.text("err")[1]:
+        assert time.monotonic() < deadline, processes.text("err")
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
-def test_sigterm_in_a_step_that_does_not_end(host: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)])
+def test_a_signal_in_a_step_that_does_not_end(number: signal.Signals, code: int, host: int, tmp_path: Path) -> None:
     """Host 0 waits for host 1. Whichever host is told to stop, host 0 prints the text and exits within 5 seconds."""
     command = generate_command("--fault=stuck", "--fault_host=1", module="benchmarks.fault_injection")
     with HostProcesses([command] * 2, tmp_path) as processes:
-        deadline = time.monotonic() + 120
-        while "FAULT " not in processes.text("err")[1]:
-            assert time.monotonic() < deadline, processes.text("err")
-            time.sleep(0.2)
+        until_stuck(processes)
         begun = time.monotonic()
-        processes.send(host, signal.SIGTERM)
+        processes.send(host, number)
         codes, seconds, err = processes.wait(60), time.monotonic() - begun, processes.text("err")
-    assert codes == [42, 42], err
-    assert "stopped by SIGTERM" in err[0]
+    assert codes == [code, code], err
+    assert f"stopped by {number.name}" in err[0]
     assert names_host(err[1], 0)
     assert seconds < 30  # without a limit of its own, 240
 
