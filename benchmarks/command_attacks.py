@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from checkpoints import (
     DEMO,
     CheckpointError,
@@ -39,6 +41,17 @@ ENDLESS_TEMPLATE = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 def copy_demo(folder: Path) -> Path:
     """Copy the demo checkpoint without its programs and data."""
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
+    return folder
+
+
+def other_demo(folder: Path) -> Path:
+    """Write a checkpoint of the demo's shape with other weights."""
+    (weights,) = copy_demo(folder).glob("*.safetensors")
+    data = np.frombuffer(weights.read_bytes(), np.uint8).copy()
+    first = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    data[first + 1 :: 2] ^= 0x80  # the sign of each bfloat16
+    weights.write_bytes(data.tobytes())
+    cover(folder)
     return folder
 
 
@@ -108,17 +121,29 @@ def attack_side_files() -> dict[str, int]:
 
 
 def attack_replacement(kills: int, seed: int = 0) -> dict[str, int]:
-    """Kill ``diffumesh convert --overwrite`` at random moments; count how often a reader found a whole checkpoint."""
+    """Kill ``diffumesh convert --overwrite`` over a different checkpoint at random moments.
+
+    Returns:
+      How often it was killed before its end, how often the output was afterwards wholly the old or wholly the new
+      checkpoint, and how often a reader found none.
+    """
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
-        output = Path(name, "checkpoint")
-        command = [sys.executable, "-m", "launch.convert", f"--source={DEMO}", f"--output={output}", "--overwrite"]
-        start = time.monotonic()
-        subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT)
-        seconds = time.monotonic() - start
+        output, sources = Path(name, "checkpoint"), [DEMO, other_demo(Path(name, "other"))]
+        commands = [
+            [sys.executable, "-m", "launch.convert", f"--source={source}", f"--output={output}", "--overwrite"]
+            for source in sources
+        ]
+        wholes, seconds = [], 0.0
+        for command in commands:
+            start = time.monotonic()
+            subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT)
+            seconds = time.monotonic() - start
+            wholes.append(folder_fingerprint(open_folder(output)))
         survived = missing = interrupted = 0
         for _ in range(kills):
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            there = wholes.index(folder_fingerprint(open_folder(output)))
+            process = subprocess.Popen(commands[1 - there], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             end = time.monotonic() + generator.uniform(0.2, 1.0) * seconds
             while process.poll() is None and time.monotonic() < end:
                 missing += not (output / "config.json").exists()
@@ -127,7 +152,7 @@ def attack_replacement(kills: int, seed: int = 0) -> dict[str, int]:
             interrupted += process.wait() != 0
             try:
                 verify(open_folder(output))
-                survived += 1
+                survived += folder_fingerprint(open_folder(output)) in wholes
             except CheckpointError:
                 pass
         return {"tried": kills, "interrupted": interrupted, "whole": survived, "missing": missing}

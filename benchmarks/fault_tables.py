@@ -147,9 +147,9 @@ _ROWS: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, ...]]]] = {
     ],
     "replacement": lambda found: [
         (
-            "conversions killed while they replace a checkpoint",
+            "conversions killed while they replace a different checkpoint",
             f"{found['tried']} ({found['interrupted']} before their end)",
-            f"{found['whole']} whole afterwards, missing to a reader {found['missing']} times",
+            f"{found['whole']} wholly the old or the new one afterwards, missing to a reader {found['missing']} times",
         )
     ],
     "outputs": lambda found: [
