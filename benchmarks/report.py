@@ -124,7 +124,7 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
 _SCALING_MISSING = {
     "measured": "other machines, models and shapes.",
     "simulated devices": "times on real devices, which have networks and memories of their own.",
-    "estimated": "a measurement: times are a roofline model's, and memory is not the compiler's.",
+    "estimated": "measured times: these come from a roofline model, and memory is not the compiler's.",
 }
 _SIMULATED = (
     "Simulated devices share the cores of one host, so their times say nothing about speed. "
@@ -135,11 +135,12 @@ _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.D
 _SUMMARIES: dict[str, tuple[Callable[[Callable[[str], dict[str, Any] | None]], str], str]] = {
     "measured": (
         measured_table,
-        "a TPU, or text by a 7B model. Times of different records cannot be compared: their commits and loads differ.",
+        "a TPU, or the quality of a 7B model's text. Times of different records cannot be compared: their commits, "
+        "machines and loads differ.",
     ),
     "estimated": (
         estimated_table,
-        "a measurement; the time of a step is a roofline model's, and networks between hosts are assumptions.",
+        "measured times: those of steps come from a roofline model, and networks between hosts are assumptions.",
     ),
 }
 _SUMMARY = re.compile(r"(<!-- summary: (\w+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -10,7 +10,7 @@ Read = Callable[[str], Record | None]
 
 # Decoding modes of the demo in the summary, with their descriptions. Each row ends at its end token.
 _MODES = {
-    "exact": "exact, one token per step",
+    "exact": "exact, greedy, one token per step",
     "fast_dllm": "Fast-dLLM as published (dual cache, blocks of 32, threshold 0.9)",
     "dual_8_once": "dual cache, blocks of 8, threshold 0.9, one refresh",
 }
@@ -22,7 +22,8 @@ def measured_table(read: Read) -> str:
     Args:
       read: returns the record at a path in ``benchmarks/results``; None if it does not exist.
     """
-    return _table(("what", "result", "command"), list(_measured(read)))
+    rows = [(what, result, machine_of(record), f"`{command}`") for what, result, record, command in _measured(read)]
+    return _table(("what", "result", "machine", "command"), rows)
 
 
 def estimated_table(read: Read) -> str:
@@ -51,38 +52,38 @@ def estimated_table(read: Read) -> str:
     return _table(("machine and workload", "best mesh", "ms per step", "tokens/s", "GB per device"), rows)
 
 
-def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
+def _measured(read: Read) -> Iterator[tuple[str, str, Record, str]]:
+    """Yield what was measured, the result, the record, and the command."""
     if (modes := read("diffusion_modes")) is not None:
         for name, words in _MODES.items():
             # Earlier records did not execute what was written.
             if (row := modes["results"].get(name, {})).get("passed") is not None:
                 passed = f"{row['passed_rate']:.1%} of tasks pass"
                 speed = f"{row['tokens_per_second']:.0f} tokens/s ({row['of_exact']:.1f}x), {passed}"
-                yield f"demo, {words}", speed, f"`{_command(modes)}`"
+                yield f"demo, {words}", speed, modes, _command(modes)
     if (torch := read("compare_torch")) is not None:
         for kind, words in (("generate", "masked diffusion"), ("autoregressive", "cached decoding")):
             yield from _beside_torch(torch, kind, words)
     if (passes := read("gpu_passes")) is not None:
         each = [f"{row['pass']} {row['new']['timing']['median']:.1f} ms" for row in passes["results"]]
-        device = passes["machine"]["device_kind"].removeprefix("NVIDIA ")
-        yield f"7.6B shape, one row of 512, one {device}", ", ".join(each), "`python -m benchmarks.gpu_passes`"
+        yield "7.6B shape, one row of 512", ", ".join(each), passes, "python -m benchmarks.gpu_passes"
     if (scheduler := read("offline_scheduler")) is not None:
         each = [row["throughput_ratio"] for row in scheduler["results"].values()]
         result = f"{min(each):.2f}x to {max(each):.2f}x the throughput"
-        yield "continuous batching versus a call per batch", result, f"`{_command(scheduler)}`"
+        yield "continuous batching versus a call per batch", result, scheduler, _command(scheduler)
     if (full := read("full_checkpoint")) is not None:
         convert = full["results"]["convert"]
         result = f"{convert['seconds']:.0f} s, peak {convert['peak_resident_bytes'] / 1e9:.1f} GB of host memory"
         if goals := full["results"].get("goals"):  # earlier records have none
             result += f"; {sum(row['met'] for row in goals)} of {len(goals)} goals met"
-        yield "conversion of a 15.2 GB checkpoint", result, "`python -m benchmarks.full_checkpoint --folder=DIR`"
+        yield "conversion of a 15.2 GB checkpoint", result, full, "python -m benchmarks.full_checkpoint --folder=DIR"
     if (server := read("serve")) is not None and (lone := server["results"].get("lone")):
         each = [row["times_generate"] for row in lone]
         result = f"{min(each):.2f}x to {max(each):.2f}x the time of `engine.generate` (medians of {len(each)} lengths)"
-        yield "a single request to the server", result, "`python -m benchmarks.serve --old=DIR`"
+        yield "a single request to the server", result, server, "python -m benchmarks.serve --old=DIR"
 
 
-def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, str, str]]:
+def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, str, Record, str]]:
     """Yield a row for the cases of all models on one core.
 
     Earlier records, whose PyTorch did not run in the faster of its libraries, are left out.
@@ -101,7 +102,15 @@ def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, 
     same = all(row["share_of_equal_new_tokens"] == 1.0 for row in rows)
     # Samples of two generators cannot be equal, so greedy generations are compared in their place.
     equal = f"; same {'greedy ' if 'samples' in rows[0] else ''}tokens" if same else ""
-    yield f"speed beside PyTorch on one core, {words}", f"{', '.join(speeds)}{equal}", f"`{_command(record)}`"
+    yield f"speed beside PyTorch on one core, {words}", f"{', '.join(speeds)}{equal}", record, _command(record)
+
+
+def machine_of(record: Record) -> str:
+    """Return the device that a record was made on: an accelerator, or the processor."""
+    found = record["machine"]
+    if found["platform"] in (None, "cpu"):
+        return f"{found['cores']} cores, {' '.join(found['processor'].replace('(R)', '').split())}"
+    return f"{found['device_count']} x {found['device_kind'].removeprefix('NVIDIA ')}"
 
 
 def _command(record: Record) -> str:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.suite.passes import BATCHING, GRID, grid_name
 from benchmarks.suite.tables import suite_tables
-from benchmarks.summary import measured_table
+from benchmarks.summary import machine_of, measured_table
 from benchmarks.torch_tables import comparison_table
 
 NOTES = ["other processes kept the machine busy", "weights stored as bfloat16"]
@@ -68,14 +68,18 @@ def test_the_summary_beside_pytorch() -> None:
         ],
         "autoregressive": [row("mid-size", 1, 1.1), row("mid-size", 1, 0.9, share_of_equal_new_tokens=0.9)],
     }  # fmt: skip
-    record = {"command": "python -m benchmarks.compare_torch", "results": results}
+    machine = {"platform": "cpu", "cores": 2, "processor": "Some(R) CPU"}
+    record = {"command": "python -m benchmarks.compare_torch", "results": results, "machine": machine}
     table = measured_table(lambda name: record if name == "compare_torch" else None)
     command = "`python -m benchmarks.compare_torch`"
     assert table.splitlines()[2:] == [
         "| speed beside PyTorch on one core, masked diffusion | demo 1.5x to 1.9x, mid-size 1.2x to 1.2x; "
-        f"same greedy tokens | {command} |",
-        f"| speed beside PyTorch on one core, cached decoding | mid-size 0.9x to 1.1x | {command} |",
+        f"same greedy tokens | 2 cores, Some CPU | {command} |",
+        "| speed beside PyTorch on one core, cached decoding | mid-size 0.9x to 1.1x | 2 cores, Some CPU "
+        f"| {command} |",
     ]
+    on_gpu = {"machine": {"platform": "gpu", "device_count": 1, "device_kind": "NVIDIA H200"}}
+    assert machine_of(on_gpu) == "1 x H200"
     for rows in results.values():
         for one in rows:
             one.pop("torch_backend", None)
