@@ -74,6 +74,7 @@ def test_the_demo_meets_its_goals() -> None:
     results = json.loads(Path("benchmarks/results/demo_quality.json").read_text())["results"]
     assert results["held_out_tasks"]["prompts"] >= 500
     assert results["held_out_tasks"]["passed_rate"] >= 0.6
+    assert results["held_out_tasks"]["parsed_rate"] >= 0.95
     assert results["plain_tasks"]["passed_rate"] >= 0.5
 
 
