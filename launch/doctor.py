@@ -3,10 +3,10 @@
   diffumesh doctor                                        the devices of this machine, or of all hosts
   diffumesh doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
 
-Reports versions, relevant environment variables, devices and their memory, the meshes over which the checkpoint's model
-can be divided and fits, whether collectives over each axis compute correct sums, their bandwidth, whether every byte of
-the checkpoint is intact, and the state of the compile cache. A checkpoint on the Hub is downloaded first. With several
-hosts, start it on all of them.
+Reports versions, relevant environment variables, devices and their memory, the meshes on which the checkpoint's model
+can be sharded and fits in memory, whether collectives over each axis compute correct sums, their bandwidth, whether
+every byte of the checkpoint is intact, and the state of the compile cache. A checkpoint on the Hub is downloaded first.
+With several hosts, start it on all of them.
 """
 
 from __future__ import annotations

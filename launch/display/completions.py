@@ -30,9 +30,10 @@ def summary(
     tokens = sum(len(completion.tokens) for completion in completions)
     decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
     parts = [
-        f"{tokens} tokens of text in {stats.seconds:.2f} s",
-        f"{stats.compile_seconds:.1f} s of them compiling" if stats.compiled_programs else "nothing compiled",
-        f"{stats.forwards} forward passes, {tokens / decoding:.1f} tokens/s",
+        f"{tokens} tokens of text in {stats.seconds:.2f} s"
+        + (f", of which {stats.compile_seconds:.1f} s compiling" if stats.compiled_programs else ""),
+        f"{stats.forwards} forward passes, {tokens / decoding:.1f} tokens/s"
+        + (" after compiling" if stats.compiled_programs else ""),
     ]
     if stats.row_passes:
         per_pass = stats.accepted_steps / stats.row_passes

@@ -43,7 +43,7 @@ def write(text: str) -> str:
 def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, ...]:
     compiled = "yes" if one.compiled else "no"
     if one.variant:
-        compiled = f"whether it is `{_written(one.default)}`"
+        compiled = f"only whether it is `{_written(one.default)}`"
     if isinstance(one.compiled, Requirement):
         compiled = f"{f'{compiled}, ' if one.variant else ''}with {_setting(one.compiled)}"
     return (

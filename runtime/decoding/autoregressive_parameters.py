@@ -114,20 +114,20 @@ class SamplingConfig:
     prompt_lookup: int = parameter(
         0,
         Integer(0, MAX_PROMPT_LOOKUP),
-        "Guess this many next tokens, and compute them in the same forward pass: those that followed the last earlier "
-        "occurrence of the row's last three, two or one tokens. The pass then adds one token, and one more for each "
-        "guess that was right. The tokens do not change. No effect without a cache. A server compiles a fixed number; "
-        "in a request, this is an upper bound.",
+        "Speculative decoding with n-grams: propose this many tokens, those that followed the last earlier occurrence "
+        "of the row's last three, two or one tokens, and verify them in one forward pass, which adds one token and one "
+        "more for each accepted one. The tokens do not change. No effect without a cache. A server compiles a fixed "
+        "number; in a request, this is an upper bound.",
         idle=(0,),
         speed_only=True,
     )
     draft_tokens: int = parameter(
         0,
         Integer(0, MAX_DRAFT_TOKENS),
-        "Let the draft model guess this many next tokens, and compute them in one forward pass of the model. The pass "
-        "then adds one token, and one more for each guess that was right. The tokens do not change. No effect without "
-        "a cache or a draft model (draft_checkpoint); with one, prompt_lookup has no effect. A server compiles a fixed "
-        "number; in a request, this is an upper bound.",
+        "Speculative decoding with a draft model: number of tokens that it proposes for each forward pass, which "
+        "verifies them and adds one token and one more for each accepted one. The tokens do not change. No effect "
+        "without a cache or a draft model (draft_checkpoint); with one, prompt_lookup has no effect. A server compiles "
+        "a fixed number; in a request, this is an upper bound.",
         flag_help=f"Default with a draft model: {DEFAULT_DRAFT_TOKENS}.",
         idle=(0,),
         speed_only=True,

@@ -274,10 +274,10 @@ class DiffusionConfig:
     factor: float = parameter(
         1.0,
         Real(0.0, 1e6),
-        "Commit the n most certain tokens. With parallel=factor, n is the largest number at which the n-th has a "
-        "certainty of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
-        "of the probability that all n are right, max(0, sum of the n certainties - (n - 1)), exceeds the n-th's "
-        "uncertainty by more than 1 - factor.",
+        "Commit the n most certain tokens. With parallel=factor: for the largest n with c_n >= 1 - factor / (n + 1), "
+        "where c_n is the n-th highest certainty. With parallel=frechet: for the largest n with L_n - (1 - c_n) > 1 - "
+        "factor, where L_n = max(0, c_1 + ... + c_n - (n - 1)) is a lower bound of the probability that all n are "
+        "right.",
         in_loop=True,
         requires=(Requirement("parallel", ("factor", "frechet")),),
         mode=True,
@@ -295,7 +295,7 @@ class DiffusionConfig:
     entropy_limit: float = parameter(
         0.35,
         Real(0.0, 1e6),
-        "With parallel=entropy_sum, the sum of entropies in nats that the tokens committed in a step stay below.",
+        "With parallel=entropy_sum, the entropies of the tokens committed in one step sum to less than this many nats.",
         in_loop=True,
         requires=(Requirement("parallel", ("entropy_sum",)),),
         mode=True,
@@ -322,10 +322,10 @@ class DiffusionConfig:
     draft_steps: int | str = parameter(
         0,
         IntegerOrWord(Integer(0, MAX_DRAFT_STEPS), AUTO_DRAFTS),
-        "Guess the canvas after each of this many further steps, and compute these in the same forward pass. The pass "
-        "then makes one step, and one more for each guess that was right. The tokens do not change. No effect with "
-        "cache=exact or refresh_interval=1. auto: data / rows - 1 with draft_axis=data, if cache and parallel are "
-        "none; otherwise 0. A server compiles a fixed number; in a request, this is an upper bound.",
+        "Speculative decoding: draft the canvases after up to this many further steps, and verify them in the same "
+        "forward pass, which makes one step and one more for each accepted draft. The tokens do not change. No effect "
+        "with cache=exact or refresh_interval=1. auto: data axis / rows - 1 with draft_axis=data, if cache and "
+        "parallel are none; otherwise 0. A server compiles a fixed number; in a request, this is an upper bound.",
         idle=(0, AUTO_DRAFTS),
         variable_length=False,
         speed_only=True,
@@ -358,8 +358,8 @@ class DiffusionConfig:
     expand_budget: int | None = parameter(
         None,
         Integer(0, MAX_NEW_TOKENS),
-        "How many times a mask may become two. Only for models whose canvas changes its length. Default: twice the "
-        "number of positions from the first mask to the end of a canvas that has reached its limit.",
+        "How many times a mask may split in two. Only for models whose canvas changes its length. Default: twice the "
+        "number of positions from the first mask to the end of the canvas at its maximum length.",
         optional=True,
         variable_length=True,
         mode=True,
