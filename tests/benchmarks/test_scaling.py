@@ -111,7 +111,8 @@ def test_a_table_says_what_its_numbers_are_relative_to() -> None:
     assert "above 1 where weights are sharded" not in text
     alone = report.table(estimated, [point_of(devices=1)])
     assert alone.endswith(
-        "`python -m a`\n\nNot shown: a measurement: times are a roofline model's, and memory is not the compiler's.\n"
+        "`python -m a`\n\nNot shown: measured times: these come from a roofline model, and memory is not the "
+        "compiler's.\n"
     )
     above = [point_of(devices=1), point_of(efficiency=1.3)]
     assert "above 1 where weights are sharded" in report.table(estimated, above)
