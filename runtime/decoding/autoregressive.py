@@ -247,7 +247,8 @@ def decode(
 ) -> DecodeState:
     """Generate tokens until every row is done, or until ``request.max_iterations`` iterations have run.
 
-    Rows whose prompts have not been read to their end do not change.
+    Rows whose prompts have not been read to their end do not change. The loop also stops when fewer than
+    ``request.min_running`` of the other rows are running.
 
     Args:
       forward: the model's layout and attention.
@@ -275,7 +276,7 @@ def decode(
             return _append(forward, program, own, request, state, last)
 
     def unfinished(state: DecodeState) -> Array:
-        return (state.iteration < request.max_iterations) & ~state.done.all()
+        return (state.iteration < request.max_iterations) & ((~state.done).sum() >= request.min_running)
 
     end = jax.lax.while_loop(unfinished, step, replace(state, done=state.done | unread))
     return replace(end, done=jnp.where(unread, state.done, end.done))

@@ -319,7 +319,10 @@ class CachedStep:
             active = wanted.any(axis=1)
             due = active & (state.steps_until_refresh == 0)
             *_, chosen = step._spans(state, wanted)
-            again = (chosen == number) & ~(moves | due).any() & (state.iteration + 1 < self.request.max_iterations)
+            # A row that must do something else makes the sum negative, so that one sum over all shards is enough.
+            running = jnp.where(moves | due, -active.size, active).sum()
+            again = (chosen == number) & (running >= self.request.min_running)
+            again &= state.iteration + 1 < self.request.max_iterations
             state = replace(_count_down(state, active & again), iteration=state.iteration + again)
         return state, wanted, counts, again
 

@@ -58,6 +58,7 @@ class DecodeRequest(_Rows):
       ends: int32 ``[B]``, length (prompt included) at which each row ends.
       stop_tokens: int32 ``[B, E]``, tokens that end a row, padded with -1.
       max_iterations: int32, the loop ends after this many iterations.
+      min_running: int32, at least 1; the loop ends when fewer rows than this are running.
       drafts: int32 ``[B]``, most drafts of a pass that count; None without drafts.
     """
 
@@ -67,6 +68,7 @@ class DecodeRequest(_Rows):
     ends: Leaf = array("batch", dtype=jnp.int32)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=jnp.int32)
     max_iterations: Leaf = array(dtype=jnp.int32)
+    min_running: Leaf = array(dtype=jnp.int32)
     drafts: Leaf = array("batch", dtype=jnp.int32, feature="drafts")
 
 

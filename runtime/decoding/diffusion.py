@@ -41,7 +41,9 @@ def denoise(
 
     Each iteration runs one forward pass per row: a refresh, a window, or, without a cache, the whole canvas. With
     drafts, a pass also computes guessed canvases, and may make several steps of a row. Steps of the schedule that
-    commit no token are skipped without a forward pass. The loop stops after ``request.max_iterations`` iterations.
+    commit no token are skipped without a forward pass. The loop stops after ``request.max_iterations`` iterations, and
+    when fewer than ``request.min_running`` rows are running: a host that gives the slot of a row to another one sets
+    this to the number of rows, so that the loop stops in the iteration in which one ends.
     """
 
     def iterate(carry: tuple[DenoiseState, Array, Array]) -> tuple[DenoiseState, Array, Array]:
@@ -62,7 +64,7 @@ def denoise(
 
     def unfinished(carry: tuple[DenoiseState, Array, Array]) -> Array:
         state, wanted, _ = carry
-        return (state.iteration < request.max_iterations) & wanted.any()
+        return (state.iteration < request.max_iterations) & (wanted.any(axis=1).sum() >= request.min_running)
 
     return jax.lax.while_loop(unfinished, iterate, next_step(forward, program, request, state))[0]
 

@@ -94,6 +94,7 @@ class DenoiseRequest(_Rows):
         parameters that are only for canvases of a variable length.
       draft_steps: int32 ``[B]``, most steps of a pass after its first; None without drafts.
       max_iterations: int32, the loop ends after this many iterations.
+      min_running: int32, at least 1; the loop ends when fewer rows than this are running.
       step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
     """
 
@@ -110,6 +111,7 @@ class DenoiseRequest(_Rows):
     refresh_blocks: Leaf = array("batch", dtype=_INTEGER)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     max_iterations: Leaf = array(dtype=_INTEGER)
+    min_running: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
     expand_budget: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
     draft_steps: Leaf = array("batch", dtype=_INTEGER, feature="drafts")

@@ -105,7 +105,11 @@ class AutoregressiveSlots(Slots):
         return [int(slot) for slot in np.flatnonzero(self._read < self._prompts)]
 
     def run(
-        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
+        self,
+        max_iterations: int | None = None,
+        step_limit: int | None = None,
+        chunks: int | None = None,
+        min_running: int = 1,
     ) -> np.ndarray:
         """Run iterations, each of one token per row or more; see :meth:`Slots.run`. ``step_limit`` is ignored."""
         del step_limit
@@ -115,6 +119,8 @@ class AutoregressiveSlots(Slots):
             self._prefill()
         elif self.unread:
             self._prefill_chunks(chunks)
+        running = self._limit(max(1, min_running - len(self.unread)))
+        self.request = replace(self.request, min_running=running)
         if max_iterations is None or max_iterations > int(np.asarray(self.state.iteration)):
             arguments = (self._weights, self.request, self.state)
             self.state = self._decode_program(arguments)(*arguments)

@@ -69,6 +69,10 @@ class PassCost:
         """Return the cost of one pass over a bucket, with the draft model's passes before it."""
         return self._own(bucket) + (0.0 if self.draft is None else self.draft_passes * self.draft(bucket))
 
+    def of_prompt(self, tokens: int, chunk: int) -> float:
+        """Return the cost of reading a prompt of so many tokens in chunks, without the draft model's reading."""
+        return math.ceil(tokens / chunk) * (self.overhead + max(self.floor, chunk))
+
     def _own(self, bucket: Bucket) -> float:
         if self.window is None:
             return self.overhead + max(self.floor, self.canvases * bucket.positions)

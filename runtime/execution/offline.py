@@ -179,7 +179,7 @@ class OfflineScheduler:
             group.known.add(bucket)
             return slots
 
-        return Pool(config, group.grid, group.steps, make, runner.row_unit)
+        return Pool(config, group.grid, group.steps, make, runner.row_unit, runner.prompt_chunk)
 
     @property
     def fits_one_bucket(self) -> bool:

@@ -1,7 +1,8 @@
-"""The policy of continuous batching: which waiting rows get slots, when rows move, and how long each bucket runs.
+"""The policy of continuous batching: the order of an owner's waiting rows, and how long each bucket runs in a step.
 
-Free slots go to owners in turn, and to each owner's rows in the order of :meth:`SchedulerPolicy.rank`. Rows are in the
-cheapest compiled buckets. The decisions are pure, so every host makes the same, and no token of a row depends on them.
+``move_gain`` says when a move pays; :mod:`runtime.execution.assignment` decides which rows move. Owners get free slots
+in turn (:mod:`runtime.execution.fair_queue`), and ``Scheduler.expire`` aborts requests after their deadline. Decisions
+are pure, so every host makes the same, and no token of a row depends on them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.execution.requests import ScheduledRow, iterations_of
+from runtime.execution.requests import ScheduledRow
 
 # The canvas of a new row is fetched after each of its first iterations, at most this many, until a token has been seen.
 _FIRST_FETCHES = 2
@@ -54,11 +55,11 @@ class SchedulerPolicy:
     most_rows: int | None = None
 
     def rank(self, row: ScheduledRow, seconds: float) -> float:
-        """Return when a row would end that starts on arrival and runs alone, with iterations of so many seconds.
+        """Return when a row would end that starts on arrival and runs alone, for an estimated number of seconds.
 
         Low ranks come first, so a short row does not wait for a long one that arrived just before it.
         """
-        return row.handle.arrived + (seconds * iterations_of(row.request) if self.step_seconds else 0.0)
+        return row.handle.arrived + (seconds if self.step_seconds else 0.0)
 
     def awaits_first_token(self, row: ScheduledRow) -> bool:
         """Return whether the next iteration may show the first token of a new row, and somebody waits for it."""

@@ -57,7 +57,13 @@ class Pool:
     """
 
     def __init__(
-        self, config: GenerationConfig, grid: Grid, max_steps: int, make: Callable[[Bucket], Slots], data: int = 1
+        self,
+        config: GenerationConfig,
+        grid: Grid,
+        max_steps: int,
+        make: Callable[[Bucket], Slots],
+        data: int = 1,
+        prompt_chunk: int = 0,
     ) -> None:
         """Create a pool without rows.
 
@@ -67,8 +73,10 @@ class Pool:
           max_steps: number of denoise steps per block that slots support.
           make: function that creates the free slots of a bucket.
           data: rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
+          prompt_chunk: most positions per chunk of a prompt, for rows with a prefill.
         """
         self.config, self.grid, self.max_steps, self._make, self._data = config, grid, max_steps, make, data
+        self._prompt_chunk = prompt_chunk
         self._open: dict[int, _Open] = {}
 
     @classmethod
@@ -92,7 +100,7 @@ class Pool:
         def make(bucket: Bucket) -> Slots:
             return open_slots(runner, config, bucket.width, bucket.rows, max_steps, bucket.width)
 
-        return cls(config, grid, max_steps, make, runner.row_unit)
+        return cls(config, grid, max_steps, make, runner.row_unit, runner.prompt_chunk)
 
     @property
     def width(self) -> int:
@@ -108,9 +116,9 @@ class Pool:
     def limits(self) -> PoolLimits:
         """The pool's buckets and limits, for a scheduler."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
-        prefills = isinstance(self.config, SamplingConfig) and self.config.use_cache
+        chunk = self._prompt_chunk if isinstance(self.config, SamplingConfig) and self.config.use_cache else 0
         growth = tokens_per_pass(self.config)
-        return PoolLimits(self.grid, most, self._data, canvases_of(self.config), growth, prefills)
+        return PoolLimits(self.grid, most, self._data, canvases_of(self.config), growth, chunk)
 
     @property
     def held(self) -> list[int]:
@@ -153,7 +161,8 @@ class Pool:
             if not (there.held and one.iterations):
                 continue
             slots, start = there.slots, time.perf_counter()
-            done = slots.run(one.iterations, chunks=one.chunks)
+            least = len(there.held) if one.until_row_ends else 1
+            done = slots.run(one.iterations, chunks=one.chunks, min_running=least)
             reading = slots.prefill_seconds
             seconds = time.perf_counter() - start - reading
             runs.append(BucketRun(one.number, slots.forwards, slots.iterations, seconds, reading))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from runtime.execution.assignment import OpenBucket
 from runtime.execution.buckets import Bucket, Grid
 from runtime.execution.fair_queue import FairQueue
-from runtime.execution.requests import ScheduledRow
+from runtime.execution.requests import ScheduledRow, iterations_of
+from runtime.execution.row_request import RowRequest
 
 # Weight of the newest measurement in the moving average of an iteration's time.
 _NEWEST = 0.3
@@ -27,7 +28,8 @@ class PoolLimits:
       data: numbers of rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
       canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
       growth: most tokens that an iteration adds to a growing row: one, and its drafts.
-      prefills: whether a row's first token comes with its prefill, which is no iteration.
+      prompt_chunk: most positions per chunk of a prompt; 0 if prompts need no prefill. With a prefill, a row's first
+        token comes with its prompt's last chunk, which is no iteration.
     """
 
     grid: Grid
@@ -35,7 +37,7 @@ class PoolLimits:
     data: int = 1
     canvases: int = 1
     growth: int = 1
-    prefills: bool = False
+    prompt_chunk: int = 0
 
 
 @dataclass
@@ -78,13 +80,18 @@ class PoolState:
         """Estimate the seconds of an iteration of a bucket; 0 if nothing has been measured."""
         return self.seconds.get(bucket) or self.rate * self.limits.grid.cost(bucket)
 
-    def estimate_alone(self, length: int) -> float:
-        """Estimate the seconds of an iteration of the smallest bucket that holds a row of this length.
+    def estimate_alone(self, row: RowRequest) -> float:
+        """Estimate the seconds that a row would take alone, in the smallest bucket that holds it, prefill included.
 
         Before anything has been measured, the cost model tells, so that the rows of a first burst are in order too.
         """
-        bucket, cost = Bucket(self.limits.data, self.limits.grid.width_for(length)), self.limits.grid.cost
-        return self.estimate(bucket) or cost.unit_seconds * cost(bucket)
+        limits, cost = self.limits, self.limits.grid.cost
+        bucket = Bucket(limits.data, limits.grid.width_for(row.canvas_length))
+        unit = self.rate or cost.unit_seconds
+        seconds = iterations_of(row) * (self.estimate(bucket) or unit * cost(bucket))
+        if limits.prompt_chunk:
+            seconds += unit * cost.of_prompt(len(row.tokens), min(limits.prompt_chunk, bucket.width))
+        return seconds
 
     def measured(self, bucket: Bucket, seconds: float) -> None:
         """Record the measured time of an iteration of a bucket."""

@@ -84,6 +84,7 @@ def diffusion_row(
         stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
         **row_values(config),
         max_iterations=UNLIMITED,
+        min_running=1,
         step_limit=UNLIMITED,
         draft_steps=most_drafts if default.drafts else None,
     )
@@ -159,6 +160,7 @@ def autoregressive_row(
         # At temperature 0 filters have no effect, because the most probable token passes all of them.
         **row_values(config if config.temperature > 0 else config.replace(top_p=None, top_k=None)),
         max_iterations=UNLIMITED,
+        min_running=1,
         drafts=config.draft_bound(default) if default.drafts else None,
     ), one_row(
         DecodeState,

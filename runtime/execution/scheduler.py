@@ -106,7 +106,7 @@ class Scheduler:
         pool = self._pools[handle.pool]
         for index, request in enumerate(handle.rows):
             row = ScheduledRow(handle, index)
-            pool.queue.push(handle.owner, row, self.policy.rank(row, pool.estimate_alone(request.canvas_length)))
+            pool.queue.push(handle.owner, row, self.policy.rank(row, pool.estimate_alone(request)))
         for index in range(len(handle.score_passes)):
             self._score_queue.push(handle.owner, ScheduledRow(handle, index))
         self.waiting += handle.remaining
@@ -230,19 +230,22 @@ class Scheduler:
         """Describe an open bucket to the policy."""
         rows, policy = [self._rows[row] for row in bucket.rows], self.policy
         new = any(map(policy.awaits_first_token, rows))
-        # With steps of any duration, a row that ends matters only if a waiting row can take its slot, or the others a
-        # smaller bucket.
-        matters = policy.step_seconds is not None or bool(pool.queue) or len(pool.available) > 1
-        until_end = min(row.remaining for row in rows) if matters and len(rows) > 1 else policy.max_iterations
+        until_end = min(row.remaining for row in rows) if self._end_matters(pool, bucket) else policy.max_iterations
         return BucketStatus(pool.received[bucket.number], pool.estimate(bucket.bucket), new, until_end)
 
+    def _end_matters(self, pool: PoolState, bucket: OpenBucket) -> bool:
+        """Return whether something changes for other rows when one of a bucket's rows ends."""
+        # With steps of any duration, it does only if a waiting row can take its slot, or the others a smaller bucket.
+        matters = self.policy.step_seconds is not None or bool(pool.queue) or len(pool.available) > 1
+        return matters and len(bucket.rows) > 1
+
     def _bucket_plans(self, number: int, iterations: Mapping[tuple[int, int], int]) -> list[BucketPlan]:
-        plans = []
-        for one in self._pools[number].buckets:
+        plans, pool = [], self._pools[number]
+        for one in pool.buckets:
             own, shape = iterations.get((number, one.number), 0), one.bucket
             wanted = own > 0 and self._canvases_wanted(one)
-            slots = list(one.slots)
-            plans.append(BucketPlan(one.number, shape.rows, shape.width, slots, own, wanted, self.policy.chunks))
+            slots, ends = list(one.slots), self._end_matters(pool, one)
+            plans.append(BucketPlan(one.number, shape.rows, shape.width, slots, own, wanted, self.policy.chunks, ends))
         return plans
 
     def _canvases_wanted(self, bucket: OpenBucket) -> bool:
@@ -317,7 +320,7 @@ class Scheduler:
         self.stats.tokens += tokens
         passes, accepted = (steps, 0) if result.drafts is None else (result.drafts.passes, result.drafts.accepted)
         self.stats.accepted_steps += accepted
-        if pool.limits.prefills:
+        if pool.limits.prompt_chunk:
             passes = max(0, passes - 1)  # the first token is the prefill's
         self.stats.busy_iterations += passes
         self.stats.busy_positions += passes * self._positions(row)

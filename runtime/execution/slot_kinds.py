@@ -85,12 +85,16 @@ class DiffusionSlots(Slots):
         )
 
     def run(
-        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
+        self,
+        max_iterations: int | None = None,
+        step_limit: int | None = None,
+        chunks: int | None = None,
+        min_running: int = 1,
     ) -> np.ndarray:
         """Run iterations; see :meth:`Slots.run`."""
         del chunks
         limits = {"max_iterations": self._limit(max_iterations), "step_limit": self._limit(step_limit)}
-        self.request = replace(self.request, **limits)
+        self.request = replace(self.request, **limits, min_running=self._limit(min_running))
         # The counter starts at 0 in each run, because slots may live for more iterations than an int32 can count.
         arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._device_scalar(0)))
         self.state = self._denoise_program(arguments)(*arguments)

@@ -87,7 +87,11 @@ class Slots(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
+        self,
+        max_iterations: int | None = None,
+        step_limit: int | None = None,
+        chunks: int | None = None,
+        min_running: int = 1,
     ) -> np.ndarray:
         """Read prompts into the cache, then run iterations until every slot is done or a limit is reached.
 
@@ -95,6 +99,8 @@ class Slots(abc.ABC):
           max_iterations: maximum number of iterations; None for no limit.
           step_limit: no row starts its step of this number or a later one (diffusion); None for no limit.
           chunks: maximum number of prompt chunks that each ``data`` shard reads (autoregressive); None for no limit.
+          min_running: stop when fewer rows than this are running. With the number of occupied slots, the run ends in
+            the iteration in which one of their rows does. Rows whose prompts are not completely read do not count.
 
         Returns:
           bool ``[B]``, the slots that are done; empty slots are done.

@@ -55,6 +55,7 @@ def one_block(
         top_k=each(VOCAB),
         alg_temp=each(alg_temp, np.float32),
         max_iterations=np.int32(1),
+        min_running=np.int32(1),
         step_limit=np.int32(step + 1),
     )
     counters = ("block", "steps_until_refresh", "previous_block_stale", "refreshes", "window_positions")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -34,7 +34,14 @@ COST = PassCost(0.0, 0.0)
 class CountedSlots:
     """Executes plans without a device: each row commits one token per iteration, from left to right."""
 
-    def __init__(self, seconds: float, per_position: float = 0.0, hidden: int = 0, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        per_position: float = 0.0,
+        hidden: int = 0,
+        chunk: int | None = None,
+        ends: Mapping[int, int] | None = None,
+    ) -> None:
         """Create the slots.
 
         Args:
@@ -43,9 +50,10 @@ class CountedSlots:
           hidden: number of first iterations of a row that commit nothing visible. A row with such iterations has a
             mask in its prompt, which is filled in the last of them.
           chunk: number of tokens in a prompt chunk; None if prompts need not be read.
+          ends: by seed, the number of tokens after which a row ends at a stop token, which no scheduler knows before.
         """
         self.now = 100.0
-        self._hidden, self._chunk = hidden, chunk
+        self._hidden, self._chunk, self._ends = hidden, chunk, ends or {}
         self._read: dict[int, int] = {}
         self.order: list[RowRequest] = []
         self.plans: list[PoolPlan] = []
@@ -80,15 +88,15 @@ class CountedSlots:
             assert all(self._made[row][0].length <= bucket.width for row in rows)
             unread += self._prefill(rows, bucket.chunks) if bucket.iterations else []
             rows = [row for row in rows if row not in unread]
-            left = [self._made[row][0].config.max_new_tokens - self._made[row][1] for row in rows]
-            ran = min(bucket.iterations, max(left, default=0))
+            left = [self._end(self._made[row][0]) - self._made[row][1] for row in rows]
+            ran = min(bucket.iterations, (min if bucket.until_row_ends else max)(left, default=0))
             seconds = ran * (self._seconds + self._per_position * bucket.rows * bucket.width)
             self.now += seconds
             if bucket.iterations:
                 runs.append(BucketRun(bucket.number, ran, ran, seconds))
             for row in rows:
                 request, made = self._made[row]
-                new = request.config.max_new_tokens
+                new = self._end(request)
                 self._made[row] = request, (made := min(new, made + ran))
                 if made == new:
                     results.append(self._result(row))
@@ -101,6 +109,9 @@ class CountedSlots:
             bucket.number: [row if row in self._made else None for row in bucket.slots] for bucket in plan.buckets
         }
         return PoolOutcome(plan.pool, results, canvases, runs, unread)
+
+    def _end(self, request: RowRequest) -> int:
+        return min(request.config.max_new_tokens, self._ends.get(request.seed, request.config.max_new_tokens))
 
     def _prefill(self, rows: Sequence[int], chunks: int | None) -> list[int]:
         """Read chunks of the oldest prompt that is not read to its end; the rows whose prompts are not after that."""

@@ -219,6 +219,20 @@ def test_the_first_burst_is_ordered_by_estimates(estimated: bool) -> None:
     assert order == ([short, middle, long] if estimated else handles)
 
 
+@pytest.mark.parametrize("chunk", [0, 128])
+def test_a_long_prompt_counts_in_the_order(chunk: int) -> None:
+    """A row of few new tokens is not short if its prompt must be read first."""
+    cost = PassCost(0.0, 8.0, window=1.0, unit_seconds=1e-4)
+    scheduler = Scheduler([PoolLimits(make_grid(1, WIDTH, cost, data=1, step=32), prompt_chunk=chunk)])
+    long_prompt = RequestHandle(rows=[RowRequest([7] * 400, SamplingConfig(max_new_tokens=8), 0)])
+    long_answer = RequestHandle(rows=rows(20))
+    for handle in (long_prompt, long_answer):
+        scheduler.add(handle)
+    order = finished(drain(scheduler, CountedSlots(0.0, 1e-4)))
+    # 8 iterations of 9 units, and 4 chunks of 136; 20 iterations of 9 units, and one chunk.
+    assert order == ([long_answer, long_prompt] if chunk else [long_prompt, long_answer])
+
+
 def test_new_rows_do_not_starve_old_ones_of_another_bucket() -> None:
     """An iteration takes longer than a step, and one mode always has a row that has shown nothing yet."""
     pools = [PoolLimits(one_bucket(1)), PoolLimits(one_bucket(1))]

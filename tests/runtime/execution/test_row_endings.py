@@ -58,6 +58,19 @@ def test_a_row_is_looked_at_after_its_first_iterations_until_it_has_shown_someth
         assert shown.index(True) == (looks - 1 if hidden < 2 else looks)
 
 
+def test_a_stop_token_frees_the_slot_in_that_iteration() -> None:
+    """Also among other rows: no iteration computes a row that has ended, while another one waits for its slot."""
+    scheduler, slots = single(2, step_seconds=None, first_tokens=False), CountedSlots(0.01, ends={1: 3, 2: 20})
+    handles = [RequestHandle(rows=rows(90, seed=seed)) for seed in (1, 2, 3, 4)]
+    for handle in handles:
+        scheduler.add(handle)
+    assert finished(drain(scheduler, slots)) == handles
+    # Row 1 ends after 3 iterations, and row 2 after 17 more, of which a step has at most 16. Then nobody waits.
+    assert [plan.buckets[0].until_row_ends for plan in slots.plans[:4]] == [True, True, True, False]
+    assert [slots.plans[2].buckets[0].slots, slots.plans[3].buckets[0].slots] == [[2, 1], [2, 3]]
+    assert scheduler.stats.slot_iterations == 2 * (3 + 17 + 90)
+
+
 def after(count: int, kept: int) -> StopTest:
     """A stop test that ends a row once it has ``count`` tokens."""
     return lambda tokens, whole: kept if len(tokens) >= count else None

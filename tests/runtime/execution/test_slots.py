@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -133,3 +134,63 @@ def test_autoregressive_rows_with_parameters_of_their_own(qwen2: str, mesh: str)
     assert isinstance(wide, SamplingConfig)
     count = 3 if mesh == "tensor=1" else 4
     check(engine, AutoregressiveSlots(engine.runner, wide, WIDTH, count, WIDTH), asked(engine, base, OWN))
+
+
+def run_alone(create: Callable[[], Slots], request: RowRequest) -> tuple[RowResult, int]:
+    """Return the result of a row that has slots of its own, and its number of iterations."""
+    slots = create()
+    slots.insert({0: request})
+    assert slots.run()[0]
+    return slots.collect({0: (0, request)})[0], slots.iterations
+
+
+def check_endings(create: Callable[[], Slots], requests: list[RowRequest]) -> None:
+    """Rows that share slots: a run ends in the iteration in which a row does, and changes no token of the others.
+
+    The first two of the rows get a stop token that is among their tokens.
+    """
+    for number, place in ((0, 3), (1, 7)):
+        request = requests[number]
+        token = int(run_alone(create, request)[0].sequence[len(request.tokens) + place])
+        requests[number] = replace(request, config=request.config.replace(stop_token_ids=(token,)))
+    own, lengths = zip(*(run_alone(create, request) for request in requests), strict=True)
+    # Some of the rows end at a stop token, before the others.
+    assert len(set(lengths)) > 1
+    slots = create()
+    slots.insert(dict(enumerate(requests)))
+    for length in sorted(set(lengths)):
+        done = slots.run(min_running=sum(other >= length for other in lengths))
+        assert slots.iterations == length
+        assert done[:3].tolist() == [other <= length for other in lengths]
+    for number, found in enumerate(slots.collect(dict(enumerate(enumerate(requests))))):
+        np.testing.assert_array_equal(found.sequence, own[number].sequence)
+        np.testing.assert_array_equal(found.commit_steps, own[number].commit_steps)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {},
+        pytest.param({"cache": "dual", "block_length": 4, "refresh_blocks": 0}, marks=pytest.mark.slow),
+        pytest.param({"cache": "prefix", "block_length": 4}, marks=pytest.mark.slow),
+        pytest.param({"parallel": "threshold", "threshold": 0.2, "algorithm": "maskgit_plus"}, marks=pytest.mark.slow),
+        pytest.param({"cache": "dual", "block_length": 4, "draft_steps": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda fixed: "-".join(map(str, fixed.values())),
+)
+@pytest.mark.parametrize("mesh", ["tensor=1", pytest.param("data=2,sequence=2,tensor=2", marks=pytest.mark.slow)])
+def test_a_run_ends_with_the_first_row_of_a_diffusion_model(mesh: str, fixed: dict[str, Any]) -> None:
+    engine = golden_cases.engine(mesh)
+    base = DiffusionConfig(max_new_tokens=12, steps=12, **fixed)
+    requests = asked(engine, base, [{}, {}, {}])
+    count = 3 if mesh == "tensor=1" else 4
+    check_endings(lambda: DiffusionSlots(engine.runner, base, WIDTH, count, 12), requests)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=1", pytest.param("data=2,sequence=2,tensor=2", marks=pytest.mark.slow)])
+def test_a_run_ends_with_the_first_row_of_an_autoregressive_model(qwen2: str, mesh: str) -> None:
+    engine = autoregressive(qwen2, mesh)
+    base = SamplingConfig(max_new_tokens=12)
+    requests = asked(engine, base, [{}, {}, {}])
+    count = 3 if mesh == "tensor=1" else 4
+    check_endings(lambda: AutoregressiveSlots(engine.runner, base, WIDTH, count, WIDTH), requests)
