@@ -2,12 +2,12 @@
 
 ``python -m tests.launch.moving_worker ...`` takes the flags of ``launch.serve`` and ``--move_every=N``. The costs of
 buckets are drawn at random for each of these steps, and no bucket is used again, so rows move even if that costs time.
-After the first step, programs that are compiled outside the background thread are reported on standard error.
+After the first step, programs that are compiled outside the background thread are reported on standard error, and at
+the end the number of moves.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import threading
@@ -29,6 +29,8 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 _COMPILER = "compiler"
 # The beginning of a line about a program that was compiled outside this thread.
 WAITED = "compiled while rows waited:"
+# The beginning of the line with the number of moves of rows.
+MOVED = "moves of rows:"
 
 
 def shuffle(
@@ -50,38 +52,37 @@ def shuffle(
     return found
 
 
-def moving(every: int = 1, steps: Iterator[int] | None = None) -> Any:
+def moving(every: int = 1, steps: Steps | None = None) -> Any:
     """In this context, all rows of this process move before the first step and each ``every`` steps after it.
 
     Args:
       every: steps from one move to the next.
-      steps: counts the steps.
+      steps: counts the steps, and the moves.
     """
-    steps = itertools.count() if steps is None else steps
+    steps = steps or Steps()
 
     def one(
         there: Sequence[OpenBucket], needs: Mapping[int, Need], choice: Choice, numbers: Iterator[int]
     ) -> list[OpenBucket]:
-        return (assign if next(steps) % every else shuffle)(there, needs, choice, numbers)
+        found = (shuffle if steps.count % every == 0 else assign)(there, needs, choice, numbers)
+        steps.count += 1
+        now = {row: bucket.number for bucket in found for row in bucket.rows}
+        steps.moves += sum(now.get(row, bucket.number) != bucket.number for bucket in there for row in bucket.rows)
+        return found
 
     return mock.patch.object(scheduler, "assign", one)
 
 
 class Steps:
-    """Counts steps of the scheduler, and reports programs that are compiled while rows wait.
+    """Counts steps and moves of the scheduler, and reports programs that are compiled while rows wait.
 
     Attributes:
       count: number of steps so far.
+      moves: number of moves of rows to another bucket so far.
     """
 
     count = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self.count += 1
-        return self.count - 1
+    moves = 0
 
     def on_event(self, event: str, seconds: float, **_: Any) -> None:
         """Listener of JAX's monitoring."""
@@ -99,6 +100,8 @@ def main(values: flags.FlagValues) -> None:
     jax.monitoring.register_event_duration_secs_listener(steps.on_event)
     with moving(values.move_every, steps):
         serve.main(values)
+    if steps.count:  # the other hosts have no scheduler
+        print(f"{MOVED} {steps.moves}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.serve.workload import SIZES
 from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
 from tests.compilation import optimized
-from tests.launch.moving_worker import WAITED, moving
+from tests.launch.moving_worker import MOVED, WAITED, moving
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.test_serve_processes import started, streams
 from tests.launch.tiny import write_tiny_checkpoint
@@ -188,10 +188,13 @@ class Hosts:
             )
         return found
 
-    def end(self) -> None:
-        """Stop the server, and check that both hosts exit with 0."""
+    def end(self) -> int:
+        """Stop the server, check that both hosts exit with 0, and return how often rows moved to another bucket."""
         self.processes.send(0, signal.SIGTERM)
         assert self.processes.wait(PATIENCE) == [0, 0], self.processes.text("err")
+        moves = re.search(rf"^{MOVED} (\d+)$", self.processes.text("err")[0], re.MULTILINE)
+        assert moves is not None, self.processes.text("err")
+        return int(moves[1])
 
 
 @contextmanager
@@ -266,7 +269,7 @@ def test_two_hosts_for_a_moment(folder: Path, engine: Engine, tmp_path: Path) ->
         counts = asyncio.run(soak(hosts.url, asked, 20, seed=2))
         hosts.settled()
         after = hosts.resources()
-        hosts.end()
+        assert hosts.end() > 50
         assert WAITED not in hosts.processes.text("err")[0]
     assert done + cancelled + sum(counts) == 40
     assert done + counts[0] > 5
@@ -298,7 +301,7 @@ def test_ten_thousand_requests(folder: Path, engine: Engine, tmp_path: Path) -> 
             hosts.settled()
             seen.append(hosts.resources())
             print(done, cancelled, seen[-1], flush=True)
-        hosts.end()
+        assert hosts.end() > 3_000
         assert WAITED not in hosts.processes.text("err")[0]
     assert done + cancelled == 10_000
     assert done > 3_000
