@@ -18,8 +18,9 @@ from typing import Any
 import jax
 from absl import flags
 
-from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder, read_manifest, verify
+from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, read_manifest, verify
 from launch.flags.model import check_named, read_mesh
+from launch.folders.models import open_named
 from launch.process.collectives import collective_lines, probe_mesh
 from launch.process.environment import cache_lines, version_lines
 from launch.process.real_flags import define_real
@@ -114,7 +115,7 @@ def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh doctor``: print the report, section by section."""
     spec = read_mesh(values)
     check_named(values)
-    folder = open_folder(values.checkpoint)
+    folder = open_named(values.checkpoint)
     config = parse_config(folder.config)
     section("versions", version_lines())
     start_devices(values, {"checkpoint": folder_fingerprint(folder)})

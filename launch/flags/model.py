@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from checkpoints import DEMO, VERIFY, CheckpointFolder, LoadedBytes, open_folder
-from launch.folders.models import define_lora_flag, read_lora
+from checkpoints import DEMO, VERIFY, CheckpointFolder, LoadedBytes
+from launch.folders.models import define_lora_flag, open_named, read_lora
 from launch.hosts.preflight import agree_on_programs
 from launch.process.startup import progress_bar, say, this_host
 from runtime import (
@@ -114,7 +114,7 @@ def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelCo
       InputError: a folder does not exist, or the checkpoint folder does not contain a supported model.
     """
     check_named(values)
-    folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline, lora=read_lora(values))
+    folder = open_named(values.checkpoint, revision=values.revision, offline=values.offline, lora=read_lora(values))
     return folder, parse_config(folder.config)
 
 
@@ -137,7 +137,8 @@ def open_draft_checkpoint(values: flags.FlagValues, folder: CheckpointFolder) ->
         return None
     if not values.draft_checkpoint:
         raise InputError("--draft_checkpoint is empty: name a folder, a URL or a Hub name", field="draft_checkpoint")
-    return open_draft(folder, values.draft_checkpoint, revision=values.draft_revision, offline=values.offline)
+    draft = open_named(values.draft_checkpoint, revision=values.draft_revision, offline=values.offline)
+    return open_draft(folder, draft)
 
 
 def fingerprints(folder: CheckpointFolder, draft: CheckpointFolder | None) -> dict[str, str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from typing import Any
+
 from absl import flags
 
 from checkpoints import CheckpointFolder, open_folder
-from launch.process.startup import say
+from launch.process.startup import progress_bar, say
 from runtime import InputError, ModelLayout, model_layout, parse_config
 
 
@@ -28,6 +32,16 @@ def read_lora(values: flags.FlagValues) -> str | None:
     return lora
 
 
+def open_named(place: str, **options: Any) -> CheckpointFolder:
+    """Open a checkpoint with :func:`checkpoints.open_folder`, and print progress, because it may be downloaded.
+
+    On a terminal, the Hub's library shows bars of its own.
+    """
+    own_bars = sys.stderr.isatty() and "://" not in place
+    with contextlib.nullcontext() if own_bars else progress_bar(f"opening {place}"):
+        return open_folder(place, **options)
+
+
 def open_model(path: str | None, flag: str, **options: object) -> tuple[CheckpointFolder, ModelLayout]:
     """Open the model folder that a flag names.
 
@@ -44,7 +58,7 @@ def open_model(path: str | None, flag: str, **options: object) -> tuple[Checkpoi
     """
     if not path:
         raise InputError(f"--{flag} is missing: name the folder of a model")
-    folder = open_folder(path, **options)  # type: ignore[arg-type]
+    folder = open_named(path, **options)
     return folder, layout_of(folder)
 
 

@@ -7,7 +7,9 @@ import time
 
 import pytest
 
+from checkpoints import CheckpointError, CheckpointFolder, open_folder
 from launch import generate
+from launch.folders import models
 from launch.process import startup
 
 
@@ -24,6 +26,29 @@ def test_a_pipe_hears_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypa
                 found += capsys.readouterr().err
             assert line in found
     assert "left" in found
+
+
+@pytest.mark.parametrize("flag", ["checkpoint", "draft_checkpoint"])
+def test_a_pipe_hears_of_a_download(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "SECONDS_BETWEEN_LINES", 0.02)
+    found, line = "", "opening someone/model: 0:00:0"
+
+    def download(place: str, **options: object) -> CheckpointFolder:
+        nonlocal found
+        if place != "someone/model":
+            return open_folder(place)
+        end = time.monotonic() + 30
+        while line not in found and time.monotonic() < end:
+            found += capsys.readouterr().err
+        raise CheckpointError("the connection broke")
+
+    monkeypatch.setattr(models, "open_folder", download)
+    with pytest.raises(SystemExit) as stopped:
+        generate.run(["generate", "--prompt=def f(x):", f"--{flag}=someone/model"])
+    assert line in found
+    assert (stopped.value.code, "the connection broke" in capsys.readouterr().err) == (2, True)
 
 
 @pytest.mark.parametrize("picture", [[], ["--watch"]])
