@@ -128,6 +128,10 @@ class Server:
         """Return a metric, summed over its labels; 0 if the server does not have it."""
         return metric(self.address, name)
 
+    def reports(self, name: str) -> bool:
+        """Return whether the server has a metric."""
+        return f"\n# TYPE diffumesh:{name} " in httpx.get(f"{self.address}/metrics", timeout=TIMEOUT).text
+
     def wait_until_idle(self) -> None:
         """Wait until no request is running or waiting."""
         while self.metric("num_requests_running") + self.metric("num_requests_waiting"):

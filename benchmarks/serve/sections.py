@@ -86,6 +86,8 @@ def started(found: Server) -> dict[str, Any]:
         "programs_remaining_at_ready": found.remaining_at_ready,
         "seconds_to_all_programs": round(seconds, 2),
         "programs": int(found.metric("programs_compiled")),
+        # Earlier versions do not report how many of these were read from the compile cache.
+        "programs_cached": int(found.metric("programs_cached")) if found.reports("programs_cached") else None,
     }
 
 

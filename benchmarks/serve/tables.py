@@ -158,9 +158,18 @@ def starts_table(results: dict[str, Any]) -> str:
                     str(one["programs_at_ready"]),
                     f"{one['seconds_to_ready' if had_all else 'seconds_to_all_programs']:.1f} s",
                     str(one["programs"]),
+                    "not reported" if (cached := one.get("programs_cached")) is None else str(cached),
                 ]
             )
-    return table(["start", "ready after", "programs when ready", "all programs after", "programs"], rows)
+    heads = [
+        "start",
+        "ready after",
+        "programs when ready",
+        "all programs after",
+        "programs",
+        "of these, from the cache",
+    ]
+    return table(heads, rows)
 
 
 def compiling_table(results: dict[str, Any]) -> str:

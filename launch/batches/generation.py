@@ -56,8 +56,10 @@ def complete(
     report.print()
     stats = scheduler.stats
     accepted = f", {stats.accepted_steps} steps accepted from drafts" if stats.accepted_steps else ""
+    cached = f" ({read} of them read from the compile cache)" if (read := engine.runner.programs.cached) else ""
     say(
         f"{stats.forwards} forward passes, {stats.computed_positions} positions computed, "
-        f"{100 * stats.useful_share:.1f}% of them useful, {engine.compiled_programs} programs compiled{accepted}"
+        f"{100 * stats.useful_share:.1f}% of them useful, {engine.compiled_programs} programs compiled"
+        f"{cached}{accepted}"
     )
     return count, rows.failed

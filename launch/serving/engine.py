@@ -194,10 +194,14 @@ class ServingEngine:
         )
         metrics.watch(
             "programs_compiled",
-            "Programs compiled since the start.",
+            "Programs compiled, or read from the compile cache, since the start.",
             lambda: self.executor.compiled_programs if self.executor else 0,
         )
-
+        metrics.watch(
+            "programs_cached",
+            "Programs read from the compile cache since the start.",
+            lambda: self.executor.cached_programs if self.executor else 0,
+        )
         metrics.watch("programs_remaining", "Buckets whose programs are not compiled yet.", lambda: self.remaining)
         metrics.watch(
             "computed_positions",

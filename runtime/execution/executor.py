@@ -81,12 +81,12 @@ class Executor:
 
     @property
     def compiled_programs(self) -> int:
-        """Number of programs compiled so far."""
+        """Number of programs compiled so far, or read from JAX's persistent compilation cache."""
         return self._runner.programs.compiled
 
     @property
     def cached_programs(self) -> int:
-        """Number of compiled programs that were read from JAX's persistent compilation cache."""
+        """Number of these programs that were read from the persistent cache."""
         return self._runner.programs.cached
 
     # ---- programs ---------------------------------------------------------------------------------------------

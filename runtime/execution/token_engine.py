@@ -67,7 +67,7 @@ class TokenEngine:
 
     @property
     def compiled_programs(self) -> int:
-        """Number of programs compiled so far."""
+        """Number of programs compiled so far, or read from JAX's persistent compilation cache."""
         return self.runner.programs.compiled
 
     def program_texts(self) -> dict[str, str]:

@@ -311,7 +311,9 @@ def test_the_short_form_beside_another_checkout(tmp_path: Path) -> None:
     assert serve_tables(record).count("\n\n| ") >= 4
     starts = found["starts"]["starts"]
     assert set(starts) == {"old", "new"}
-    assert starts["new"]["cold"]["programs"] == starts["new"]["warm"][0]["programs"] > 0
+    cold, warm = starts["new"]["cold"], starts["new"]["warm"][0]
+    assert cold["programs"] == warm["programs"] > 0
+    assert (cold["programs_cached"], warm["programs_cached"]) == (0, warm["programs"])
     assert found["while_compiling"]["requests"] > 0
     assert found["while_compiling"]["compiling_ms"]["p99"] > 0
     assert all(row["same_text"] and row["times_generate"] > 0 for row in found["lone"])

@@ -20,6 +20,7 @@ NAMES = {
     "num_requests_waiting": "gauge",
     "kv_cache_usage_perc": "gauge",
     "programs_compiled": "gauge",
+    "programs_cached": "gauge",
     "programs_remaining": "gauge",
     "computed_positions": "gauge",
     "useful_positions": "gauge",
