@@ -68,7 +68,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     integer("slots", _DEFAULT_SLOTS, "Maximum rows to run at once, for each mode.", 1, 1 << 16)
-    integer("max_programs", MAX_PROGRAMS, "Largest number of shapes to compile for each mode.", 1, 1 << 10)
+    integer("max_programs", MAX_PROGRAMS, "Maximum number of buckets (shapes to compile for) per mode.", 1, 1 << 10)
     flags.DEFINE_multi_string(
         "mode",
         [],
