@@ -36,7 +36,10 @@ def shapes(plan: StepPlan) -> list[tuple[int, int]]:
 
 
 def test_the_policy_fits_on_one_page() -> None:
-    """A page of A4 holds 90 lines of 120 characters, at 8 points."""
+    """A page of A4 holds 90 lines of 120 characters, at 8 points.
+
+    Moves of rows, turns of owners and deadlines are in `assignment.py`, `fair_queue.py` and `scheduler.py`.
+    """
     assert policy.__file__ is not None
     assert len(Path(policy.__file__).read_text().splitlines()) <= 90
 
