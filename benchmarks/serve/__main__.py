@@ -5,9 +5,10 @@
     python -m benchmarks.serve --size=short                                         this checkout alone, a minute
     python -m benchmarks.serve --address=http://host:8000                           a server that already runs
 
-Both servers run the same checkpoint (by default the demo) with default flags and those of ``--server_flag``. Each has
-its own compile cache. The lengths of prompts (20 to 200 tokens) and answers (8 to 256) are log-normal, and all fit the
-default canvas. Requests turn early stop off, so every answer has the requested length on both sides.
+Both servers run the same checkpoint (by default the demo) with default flags and those of ``--server_flag``, except
+that the queue has room for all requests of a load (``--max_queue``). Each has its own compile cache. The lengths of
+prompts (20 to 200 tokens) and answers (8 to 256) are log-normal, and all fit the default canvas. Requests turn early
+stop off, so every answer has the requested length on both sides.
 
 Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and single requests right after
 ready, each followed by ``engine.generate``), ``compiling`` (a single request, sent again and again while a server
@@ -137,13 +138,17 @@ class Subject:
         """Return the number of tokens in a prompt."""
         return len(self.tokenizer.encode(text))
 
+    @property
+    def queue(self) -> int:
+        """``--max_queue`` of the servers: room for all requests of a load."""
+        return max(_LEAST_QUEUE, len(self.asks))
+
     def arguments(self, checkout: Checkout) -> list[str]:
         """Return the flags for a checkout's server."""
-        queue = max(_LEAST_QUEUE, len(self.asks))
         return [
             self.checkpoint_flag,
             f"--compile_cache={self.folder / checkout.name}",
-            f"--max_queue={queue}",
+            f"--max_queue={self.queue}",
             *self.values.server_flag,
         ]
 
@@ -324,6 +329,7 @@ def settings(subject: Subject) -> dict[str, Any]:
         {name: values[name].value for name in names}
         | {"checkpoint": Path(values.checkpoint).name, "longest_idle": LONGEST_IDLE}
         | {"old_commit": subject.checkouts[0].commit if len(subject.checkouts) > 1 else None}
+        | {"max_queue": subject.queue if values.address is None else None}
         | subject.sizes.settings()
     )
 

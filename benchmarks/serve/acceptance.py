@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # Goals
-_TIMES_GENERATE = 1.3
+TIMES_GENERATE = 1.3
 _ITERATIONS_TO_FIRST_TEXT = 2
 _TIMES_LOWER_P50 = 3.0
 _TIMES_CAPACITY = 1.5
@@ -59,16 +59,16 @@ def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Expectati
             "single requests after all programs are compiled, largest median of a length: time to the last token / "
             "engine.generate"
         )
-        yield Expectation.at_most(what, ratios["slowest_lone_times_generate"], _TIMES_GENERATE)
+        yield Expectation.at_most(what, ratios["slowest_lone_times_generate"], TIMES_GENERATE)
         yield Expectation("the same for streamed requests", max(row["streamed_times_generate"] for row in rows))
         for name, label in (("new", "single"), ("streamed", "streamed")):
-            pairs = [one for row in rows for one in _pairs(row[f"{name}_ms"], row["generate_ms"])]
+            pairs = [one for row in rows for one in pair_ratios(row[f"{name}_ms"], row["generate_ms"])]
             what = f"the slowest of all {len(pairs)} pairs of a {label} request and engine.generate"
             yield Expectation(what, round(max(pairs), 3))
     if "lone_from_ready_times_generate" in ratios:
         what = "slowest single request right after ready, with a warm cache: time to the last token / engine.generate"
         yield Expectation.at_most(
-            what, max(map(max, ratios["lone_from_ready_times_generate"].values())), _TIMES_GENERATE
+            what, max(map(max, ratios["lone_from_ready_times_generate"].values())), TIMES_GENERATE
         )
     for row in results.get("first_text", ()):
         if row["server"] == "new":
@@ -107,7 +107,7 @@ def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Expectati
             yield Expectation(f"{name} server, {cache} cache: programs", start["programs"])
 
 
-def _pairs(ours: Any, theirs: Any) -> list[float]:
+def pair_ratios(ours: Any, theirs: Any) -> list[float]:
     """Return the ratio of each pair of calls that took turns, from two :class:`Timing` or from those of a record."""
     each = (timing["each"] if isinstance(timing, dict) else timing.each for timing in (ours, theirs))
     return [one / other for one, other in zip(*each, strict=True)]

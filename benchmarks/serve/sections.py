@@ -142,7 +142,8 @@ def measure_while_compiling(
 
     Returns:
       Percentiles in milliseconds: ``compiling``; ``widest``, of the second server; ``compiled``, of the first one when
-      it has all programs. ``requests``: how many were sent while programs were compiled.
+      it has all programs. ``requests``: how many were sent while programs were compiled. ``repeats``: how many were
+      sent to each server while nothing was compiled.
     """
     with start([]) as found:
         compiling = [lone(found.address, ask).end]
@@ -156,6 +157,7 @@ def measure_while_compiling(
     return {
         "new_tokens": ask.max_tokens,
         "requests": len(compiling),
+        "repeats": repeats,
         **{f"{name}_ms": percentiles(each) for name, each in times.items()},
     }
 

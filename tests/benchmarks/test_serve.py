@@ -260,7 +260,17 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
         )
         assert "| server, cold cache | 20.0 s | 3 | 200.0 s | 24 |" in lines
         assert "| server, warm cache | 5.0 s | 24 | 5.0 s | 24 |" in lines, "without the requests of earlier records"
-        assert "| while programs are compiled (61 requests), at first in the widest bucket | 0.55 s | 1.65 s |" in lines
+        assert "| while programs are compiled, at first in the widest bucket | 61 | 0.55 s | 1.1 s | 1.65 s |" in lines
+        assert "| in its own bucket, when all programs are compiled | 20 | 0.24 s | 0.48 s | 0.72 s |" in lines
+        assert "Of 20 requests, p99 is nearly the slowest one: compare p50 and p90." in lines
+        assert any(
+            line.endswith(
+                "Above 1.3x are 0 of 3 pairs of a single request (at most 1.25x, 32 new tokens) and 3 of 3 pairs of a "
+                "streamed request (at most 1.40x, 32 new tokens)."
+            )
+            for line in lines
+        )
+        assert any("`demo`, default flags except `--max_queue=400`, 2 cores of Some CPU" in line for line in lines)
         assert ("| ratio | 8.00x | 50.00x lower |  |  |" in lines) == old
         assert lines[-1] == "Note: the machine was busy."
         assert ("commit `ed2e438`" in lines[-3]) == old
