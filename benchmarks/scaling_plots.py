@@ -23,7 +23,7 @@ def _moved(point: Mapping[str, Any]) -> float:
 
 
 def _held(point: Mapping[str, Any]) -> float:
-    return float(point["memory_bytes_per_device"]) / 1e9
+    return float(point["memory_bytes_per_device"]) / 1e6
 
 
 def plot_scaling(groups: Mapping[Group, Sequence[Mapping[str, Any]]], folder: Path) -> list[Path]:
@@ -33,6 +33,7 @@ def plot_scaling(groups: Mapping[Group, Sequence[Mapping[str, Any]]], folder: Pa
       InputError: matplotlib is not installed.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError("--plots needs matplotlib: pip install -e '.[bench]' in the checkout") from error
@@ -56,12 +57,14 @@ def plot_scaling(groups: Mapping[Group, Sequence[Mapping[str, Any]]], folder: Pa
             else:
                 _draw_speed_ups(rows[0][column], lines)
             rows[-1][column].set_xlabel("devices", fontsize=9)
-        labels = ("MB moved per pass", "GB per device") if simulated else ("speed-up",)
+        labels = ("MB moved per pass", "MB per device") if simulated else ("speed-up over a line's first point",)
         for row, label in zip(rows, labels, strict=True):
             row[0].set_ylabel(label, fontsize=9)
-        figure.suptitle(f"{mode} scaling ({kind})", fontsize=11)
+        figure.suptitle(f"{mode} scaling ({kind}{'' if simulated else '; dashed: ideal'})", fontsize=11)
         path = folder / f"{kind}_{mode}.svg".replace(" ", "_")
-        figure.savefig(path)
+        # Equal records make equal files.
+        with rc_context({"svg.hashsalt": path.stem}):
+            figure.savefig(path, metadata={"Date": None})
         made.append(path)
     return made
 
@@ -70,19 +73,17 @@ def _name_line(axes: Axes, name: str, x: float, y: float, color: str) -> None:
     axes.annotate(name, (x, y), (4, 0), textcoords="offset points", fontsize=8, color=color, verticalalignment="center")
 
 
-def _prepare(axes: Axes, devices: Sequence[int]) -> None:
-    """Prepare the axes: ticks at powers of two, with room for labels on the right."""
+def _prepare(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Prepare the axes: ticks at powers of two, with room for the lines' names on the right."""
+    devices = sorted({point["devices"] for points in lines.values() for point in points})
+    room = 0.05 * max(map(len, lines))
     axes.set_xscale("log", base=2)
     axes.set_xticks(devices, [str(one) for one in devices])
-    axes.set_xlim(devices[0] / 1.2, devices[-1] * (devices[-1] / devices[0]) ** 0.4 * 1.1)
+    axes.set_xlim(devices[0] / 1.2, devices[-1] * (devices[-1] / devices[0]) ** room * 1.1)
     axes.tick_params(labelsize=7)
     axes.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-
-
-def _devices(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[int]:
-    return sorted({point["devices"] for points in lines.values() for point in points})
 
 
 def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], measure: _Measure) -> None:
@@ -95,8 +96,9 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], me
         # Labels of lines with equal ends are stacked.
         last = max(values[-1], last + 0.09 * top)
         _name_line(axes, name, points[-1]["devices"], last, colors[name])
-    _prepare(axes, _devices(lines))
-    axes.set_ylim(0, None)
+    _prepare(axes, lines)
+    # From below zero, so that the axis does not cross out the name of a line at zero, to above the last name.
+    axes.set_ylim(-0.07 * top, max(top, last) + 0.07 * top)
 
 
 def _draw_speed_ups(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -113,6 +115,8 @@ def _draw_speed_ups(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]
         axes.errorbar(own, speed, yerr=[low, high], marker="o", markersize=3, capsize=2, color=color)
         last = max(speed[-1], last * 1.45)
         _name_line(axes, name, own[-1], last, color)
-    _prepare(axes, _devices(lines))
+    _prepare(axes, lines)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
+    # A name above the axes is not drawn.
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.3 * last))

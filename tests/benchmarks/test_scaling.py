@@ -143,6 +143,9 @@ def test_simulated_devices_have_no_speed_ups(tmp_path: Path) -> None:
     for path in plot_scaling(groups, tmp_path):
         text = path.read_text(encoding="utf-8")
         assert "MB moved per pass" in text
+        # Of each pass, two panels name every line; matplotlib writes texts as comments.
+        for axis in ("data", "sequence", "tensor"):
+            assert text.count(f"<!-- {axis} -->") == 8
         assert "speed" not in text
     for group, points in groups.items():
         assert "speed-up" not in report.table(group, points)
