@@ -129,7 +129,8 @@ def results(old: bool) -> dict[str, Any]:
             "seconds_to_all_programs": 10 * seconds, "programs": 24,
         }  # fmt: skip
 
-    warm = start(5.0) | {"programs_at_ready": 24, "programs_remaining_at_ready": 0}
+    cold = start(20.0) | {"programs_cached": 0}
+    warm = start(5.0) | {"programs_at_ready": 24, "programs_remaining_at_ready": 0, "programs_cached": 24}
     lone: dict[str, Any] = {
         "new_tokens": 32, "generate_ms": Timing.of([0.5] * 3, [0]), "new_ms": Timing.of([0.6, 0.625, 0.6], [0]),
         "streamed_ms": Timing.of([0.7] * 3, [0]),
@@ -144,7 +145,7 @@ def results(old: bool) -> dict[str, Any]:
     }  # fmt: skip
     found: dict[str, Any] = {
         "starts": {
-            "starts": {"new": {"cold": start(20.0), "warm": [warm]}},
+            "starts": {"new": {"cold": cold, "warm": [warm]}},
             "lone_from_ready_ms": {"32": [650]}, "generate_beside_ms": {"32": [500]},
         },
         "while_compiling": {
@@ -258,8 +259,11 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
             line == "| `diffumesh batch`, 200 prompts | 100.0 s | 88.0 s | 80.0 s | 1.25x | 1.10x | 1.00x |"
             for line in lines
         )
-        assert "| server, cold cache | 20.0 s | 3 | 200.0 s | 24 |" in lines
-        assert "| server, warm cache | 5.0 s | 24 | 5.0 s | 24 |" in lines, "without the requests of earlier records"
+        assert "| server, cold cache | 20.0 s | 3 | 200.0 s | 24 | 0 |" in lines
+        assert "| server, warm cache | 5.0 s | 24 | 5.0 s | 24 | 24 |" in lines, (
+            "without the requests of earlier records"
+        )
+        assert ("| older server, cold cache | 9.0 s | 3 | 90.0 s | 24 | not reported |" in lines) == old
         assert "| while programs are compiled, at first in the widest bucket | 61 | 0.55 s | 1.1 s | 1.65 s |" in lines
         assert "| in its own bucket, when all programs are compiled | 20 | 0.24 s | 0.48 s | 0.72 s |" in lines
         assert "Of 20 requests, p99 is nearly the slowest one: compare p50 and p90." in lines
