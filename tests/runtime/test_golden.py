@@ -17,9 +17,11 @@ import pytest
 
 from runtime import DiffusionConfig, Engine
 from runtime.models.dream import DREAM as DREAM_FAMILY
+from runtime.models.llada import LLADA as LLADA_FAMILY
 from sharding.aot import missing_compiler
 from tests import golden_cases
 from tests.golden_cases import DREAM, FOLDER, MESHES, Golden
+from tests.runtime.models import test_llada
 
 # On these meshes, programs are those of users; on the others, they scan layers, and are compiled with little
 # optimization, as in all tests. An empty XLA_FLAGS compiles all programs with XLA's defaults. On one device, CI runs
@@ -151,10 +153,17 @@ def test_sequences_and_history(golden: Golden, mesh: str, name: str, as_released
 
 
 def test_every_mesh_meets_every_algorithm_in_ci() -> None:
-    """``origin`` draws the positions, so no golden case has it: ``test_rows_on_meshes.py`` runs it on every mesh."""
+    """``origin`` and ``random`` draw the positions, so no golden case has them.
+
+    ``test_rows_on_meshes.py`` runs ``origin`` on every mesh, and ``test_llada.py`` runs ``random``.
+    """
     fast = [case.values for case in grid() if not case.marks]
-    met = {(mesh, golden.config(name).algorithm) for golden, mesh, name, _ in fast if golden.folder == FOLDER}
-    assert met == set(itertools.product(MESHES, set(DREAM_FAMILY.algorithms) - {"origin"}))
+    for family, folder in ((DREAM_FAMILY, FOLDER), (LLADA_FAMILY, test_llada.GOLDEN.folder)):
+        met = {(mesh, golden.config(name).algorithm) for golden, mesh, name, _ in fast if golden.folder == folder}
+        assert met == set(itertools.product(MESHES, set(family.algorithms) - {"origin", "random"}))
+    # The parametrization is the only mark: a slow test would have another.
+    [mark] = test_llada.test_random_positions_are_the_same_on_every_mesh.pytestmark  # type: ignore[attr-defined]
+    assert mark.args == ("mesh", MESHES[1:])
 
 
 def drafted_grid() -> Iterator[Any]:

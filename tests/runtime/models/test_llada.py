@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from runtime import DiffusionConfig, Engine, InputError
+from runtime import DiffusionConfig, Engine, GenerationResult, InputError
 from runtime.models.config import ConfigError
 from runtime.models.families import parse_config
 from runtime.planner.estimate import estimate_workload
@@ -19,7 +19,7 @@ from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.checkpoints.small import to_canonical, to_huggingface
-from tests.golden_cases import Golden
+from tests.golden_cases import MESHES, Golden
 from tests.golden_cases import engine as golden_engine
 
 GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "llada_tiny")
@@ -124,6 +124,19 @@ def test_random_positions_differ_from_confident_ones_and_follow_the_seed() -> No
     confident = engine().generate_tokens(ids, mask, PLAIN).commit_steps
     assert (runs[1] != runs[2]).any()
     assert (runs[1] != confident).any()
+
+
+@functools.cache
+def random_order(mesh: str) -> GenerationResult:
+    config = PLAIN.replace(max_new_tokens=12, steps=6, block_length=12, algorithm="random", seed=5)
+    return engine(mesh).generate_tokens(*prompts(), config, history=True)
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_random_positions_are_the_same_on_every_mesh(mesh: str) -> None:
+    found, expected = random_order(mesh), random_order(MESHES[0])
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    np.testing.assert_array_equal(found.history, expected.history)
 
 
 def test_confidence_is_of_the_distribution_before_temperature_and_filters() -> None:
