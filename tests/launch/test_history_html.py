@@ -4,16 +4,14 @@ import html.parser
 import json
 import os
 import re
-import shutil
 import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from launch.display.history_html import HistoryRow, HistoryToken, render_history_html, write_history_html
+from tests.launch.browser import chromium, chromium_path
 
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
 EXECUTED = "document.documentElement.dataset.executed='yes'"
 HOSTILE = f'</script></title><img src=x onerror="{EXECUTED}"><script>{EXECUTED}</script><!-- {{{{data}}}} &amp;'
 
@@ -146,7 +144,7 @@ def browse(tmp_path, path, fragment=""):
     """Return the page's elements after its script has run."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
     options += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path / 'user'}"]
-    command = [CHROMIUM, *options, "--dump-dom", path.as_uri() + fragment]
+    command = [chromium_path(), *options, "--dump-dom", path.as_uri() + fragment]
     done = subprocess.run(command, capture_output=True, timeout=120, check=True)
     return elements(done.stdout.decode("utf-8"))
 
@@ -160,18 +158,6 @@ def text_of(found, tag):
 
 
 @pytest.mark.slow
-@contextmanager
-def chromium():
-    """Run a browser that Playwright drives."""
-    api = pytest.importorskip("playwright.sync_api")
-    with (
-        api.sync_playwright() as driver,
-        driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
-    ):
-        yield browser
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 class TestBrowser:
     @pytest.mark.parametrize(
         ("fragment", "step", "masked", "now", "output"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,18 +17,10 @@ from launch.serving.keys import Keys
 from runtime import DiffusionConfig, Engine
 from runtime.execution.rows import row_seed
 from tests.compilation import optimized
+from tests.launch.browser import chromium
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
-# With this variable set, no test of this module is skipped.
-REQUIRED = os.environ.get("DIFFUMESH_REQUIRE_BROWSER") == "1"
-playwright = (
-    importlib.import_module("playwright.sync_api")
-    if REQUIRED
-    else pytest.importorskip("playwright.sync_api", reason="the page is tested in a browser, which playwright drives")
-)
-
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
 CONFIG = DiffusionConfig.published(24, 0.8)
 PROMPT = "def is_even(number):\n"
 HOSTILE = "</textarea><img src=x onerror=\"document.documentElement.dataset.executed='yes'\"><script>alert(1)</script>"
@@ -74,13 +63,8 @@ def there(engine: Engine) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        missing = "the page is tested in Chromium, and there is none on PATH (Debian: apt install chromium)"
-        (pytest.fail if REQUIRED else pytest.skip)(missing)
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture
