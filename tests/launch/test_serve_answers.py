@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from launch.display.pages import page_template
+from launch.openai.answers import token_text
 from launch.serving.app import Application
 from runtime import DiffusionConfig, Engine
 from runtime.decoding.parameters import MAX_SEED
@@ -368,3 +373,21 @@ def test_about_the_server(there: Served) -> None:
     before = there.metric("request_success_total")
     assert there.post("/v1/completions", {"prompt": "def f(x):", "max_tokens": 4}).status_code == 200
     wait_for(lambda: there.metric("request_success_total") == before + 1)
+
+
+def test_the_example_of_the_page_is_what_the_demo_generates(engine: Engine) -> None:
+    """Text and order of commits of the page's prompt and number of new tokens, one token per step, greedily."""
+    page = page_template("launch.serving", "page.html")
+    [example] = re.findall(r"^const EXAMPLE = (.*);$", page, re.MULTILINE)
+    [prompt] = re.findall(r'<textarea id="prompt"[^>]*>(.*?)</textarea>', page, re.DOTALL)
+    [new_tokens] = re.findall(r'<input name="max_tokens"[^>]* value="(\d+)"', page)
+    number = int(new_tokens)
+    config = engine.with_end_tokens(engine.published(max_new_tokens=number, steps=number, temperature=0.0))
+    ids, mask = engine.encode(prompt)
+    result = engine.generate_tokens(ids, mask, config)
+    [completion] = engine.completions(prompt, ids, mask, result)
+    # Steps that only commit positions after the end are not shown.
+    steps = result.commit_steps[0, ids.shape[1] :][: len(completion.tokens)]
+    texts = [token_text(engine.tokenizer, token) for token in completion.tokens]
+    order = np.argsort(np.argsort(steps)).tolist()
+    assert json.loads(example) == [list(pair) for pair in zip(texts, order, strict=True)]
