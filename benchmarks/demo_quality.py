@@ -66,6 +66,20 @@ def define_flags(values: flags.FlagValues) -> None:
     define_profiling_flags(values)
 
 
+def decoding_config(values: flags.FlagValues) -> DiffusionConfig:
+    """Return the decoding parameters of the flags."""
+    return DiffusionConfig(
+        max_new_tokens=values.new_tokens,
+        steps=values.steps or values.new_tokens,
+        algorithm=values.algorithm,
+        temperature=values.temperature,
+        top_p=values.top_p,
+        top_k=values.top_k,
+        alg_temp=0.0,
+        seed=values.seed,
+    )
+
+
 def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     """Return the 95 % score interval of a share (Wilson, 1927)."""
     share = successes / trials
@@ -249,16 +263,7 @@ def main(values: flags.FlagValues) -> None:
     folder = Path(values.checkpoint)
     tasks = Path(values.tasks or folder)
     sets = {name: read_held_out(tasks, SETS[name])[: values.limit] for name in values.set}
-    config = DiffusionConfig(
-        max_new_tokens=values.new_tokens,
-        steps=values.steps or values.new_tokens,
-        algorithm=values.algorithm,
-        temperature=values.temperature,
-        top_p=values.top_p,
-        top_k=values.top_k,
-        alg_temp=0.0,
-        seed=values.seed,
-    )
+    config = decoding_config(values)
     notes = load_notes()
     engine = Engine.load(str(folder), mesh=values.mesh, dtype=values.dtype)
     results = {name: measure(engine, name, rows, config, values) for name, rows in sets.items()}
