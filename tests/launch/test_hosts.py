@@ -142,10 +142,7 @@ def test_every_fault(case: str, host: int) -> None:
 def test_sigterm_while_waiting_for_others_ends_at_once(tmp_path: Path) -> None:
     command = generate_command("--mesh=data=2")
     with HostProcesses([command, None], tmp_path) as processes:
-        deadline = time.monotonic() + 60
-        while "waiting for host 1 of 2" not in processes.text("err")[0]:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until_said(processes, 0, "waiting for host 1 of 2")
         processes.send(0, signal.SIGTERM)
         assert processes.wait(15) == [42, None]
         assert "SIGTERM before any work was in flight" in processes.text("err")[0]
@@ -189,7 +186,7 @@ def test_ctrl_c_on_one_host_ends_all_with_the_text_so_far(tmp_path: Path) -> Non
 def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
     command = generate_command("--fault=stuck", "--fault_host=1", module="benchmarks.fault_injection")
     with HostProcesses([command] * 2, tmp_path) as processes:
-        until_stuck(processes)
+        until_said(processes, 1, "FAULT ")  # host 1 makes no progress any more
         processes.send(1, signal.SIGINT)
         time.sleep(1.0)
         processes.send(1, signal.SIGINT)
@@ -198,12 +195,12 @@ def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
     assert "stopped by SIGINT" not in err[0]
 
 
-def until_stuck(processes: HostProcesses) -> None:
-    """Wait until host 1 does not make progress."""
+def until_said(processes: HostProcesses, host: int, text: str) -> None:
+    """Wait until a host has written a text to standard error."""
     deadline = time.monotonic() + 120
-    while "FAULT " not in processes.text("err")[1]:
+    while text not in processes.text("err")[host]:
         assert time.monotonic() < deadline, processes.text("err")
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -213,14 +210,16 @@ def test_a_signal_in_a_step_that_does_not_end(number: signal.Signals, code: int,
     """Host 0 waits for host 1. Whichever host is told to stop, host 0 prints the text and exits within 5 seconds."""
     command = generate_command("--fault=stuck", "--fault_host=1", module="benchmarks.fault_injection")
     with HostProcesses([command] * 2, tmp_path) as processes:
-        until_stuck(processes)
+        until_said(processes, 1, "FAULT ")  # host 1 makes no progress any more
         begun = time.monotonic()
         processes.send(host, number)
-        codes, seconds, err = processes.wait(60), time.monotonic() - begun, processes.text("err")
+        until_said(processes, 0, f"stopped by {number.name}")
+        stopped = time.monotonic() - begun
+        codes, ended, err = processes.wait(60), time.monotonic() - begun, processes.text("err")
     assert codes == [code, code], err
-    assert f"stopped by {number.name}" in err[0]
     assert names_host(err[1], 0)
-    assert seconds < 30  # without a limit of its own, 240
+    assert stopped <= 5  # printing begins after 4, and a busy machine needs some time for it
+    assert ended < 30  # without a limit of its own, 240
 
 
 @pytest.mark.slow

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import re
+import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from launch.hosts import host
+from launch.process import interruption
+
+# What the guides promise for `generate`, on one host and on several.
+LIMIT = 5.0
 
 # A function in C that waits for itself: meanwhile, Python runs no handler of a signal.
 HANGS_IN_C = """
@@ -82,3 +95,87 @@ def test_a_generation_that_hangs_ends_even_if_its_text_cannot_be_printed() -> No
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130, done.stderr
+
+
+class Clock:
+    """A clock that goes on only while a thread waits, so that a deadline of seconds takes no time.
+
+    Attributes:
+      now: its time.
+      exits: exit codes of the process, each with its time.
+    """
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.exits: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        time.sleep(0.001)  # the thread goes on to wait after the exit, which is none here
+
+    def exit(self, code: int) -> None:
+        self.exits.put((code, self.now))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_generation_has_five_seconds_to_stop(
+    number: signal.Signals, code: int, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host 0 prints and exits in time after a signal on any host, which arrives just after it has looked for one."""
+    clock, told = Clock(), list[float]()
+    first = SimpleNamespace(process_index=0, count=hosts, interrupted=False, any_terminated=False)
+    first.end_within = lambda *arguments, **more: None
+
+    def sleep(seconds: float) -> None:
+        if clock.now > 107 and not told:
+            told.append(clock.now)
+            first.interrupted, first.any_terminated = number == signal.SIGINT, True
+        clock.wait(seconds)
+
+    monkeypatch.setattr(interruption, "this_host", lambda: first)
+    monkeypatch.setattr(interruption, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(interruption, "os", SimpleNamespace(**vars(os) | {"_exit": clock.exit}))
+    with interruption.Interruption(1, lambda rows: 0):
+        found, ended = clock.exits.get(timeout=60)
+    assert found == code
+    assert interruption.SECONDS_TO_FINISH < ended - told[0] <= LIMIT
+
+
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """Python's handler of Ctrl-C does not interrupt this process, as if its main thread were in code in C."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("deaf")
+def test_a_process_without_text_has_five_seconds_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, while weights load or programs compile."""
+    clock = Clock()
+    waits: list[float] = []
+
+    def wait(pipes: list[int], writers: list[int], errors: list[int], seconds: float) -> Any:
+        """Wait for the signal, and after the exit for the end of the test; between these, all waits are in vain."""
+        if not waits or not clock.exits.empty():
+            waits.append(seconds)
+            return select.select(pipes, [], [])
+        clock.wait(seconds)
+        return [], [], []
+
+    monkeypatch.setattr(host, "select", SimpleNamespace(select=wait))
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(host, "os", SimpleNamespace(**vars(os) | {"_exit": clock.exit}))
+    with host.Host() as alone:
+        alone.mark()
+        alone.end_within(0)
+        begun = clock.now
+        signal.raise_signal(signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while clock.exits.empty():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    code, ended = clock.exits.get()
+    assert code == 130
+    assert 0 < ended - begun <= LIMIT
