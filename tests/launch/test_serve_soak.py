@@ -115,8 +115,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave: bool = Fal
     return texts
 
 
-async def soak(url: str, asked: Asked, count: int, seed: int) -> tuple[int, int]:
-    """Send requests of 12 users who often disconnect. Return the numbers of answered and of cancelled requests."""
+async def soak(url: str, asked: Asked, count: int, seed: int, users: int = 12) -> tuple[int, int]:
+    """Send requests of users who often disconnect. Return the numbers of answered and of cancelled requests."""
     chance, outcomes = random.Random(seed), [0, 0]
     left = iter(range(count))
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
@@ -133,7 +133,7 @@ async def soak(url: str, asked: Asked, count: int, seed: int) -> tuple[int, int]
                     assert leave or patience < PATIENCE, f"not answered within {PATIENCE} s: {body}"
                     outcomes[1] += 1
 
-        await asyncio.gather(*[user() for _ in range(12)])
+        await asyncio.gather(*[user() for _ in range(users)])
     return outcomes[0], outcomes[1]
 
 
@@ -294,9 +294,10 @@ def test_ten_thousand_requests(folder: Path, engine: Engine, tmp_path: Path) -> 
     asked = Asked(engine, 40)
     done = cancelled = 0
     seen = []
-    with two_hosts(folder, tmp_path, "--move_every=8") as hosts:
+    # Many rows at a time: the hosts wait for each other in each pass, whatever the number of its rows.
+    with two_hosts(folder, tmp_path, "--move_every=8", "--slots=8", "--max_queue=128") as hosts:
         for part in range(10):
-            counts = asyncio.run(soak(hosts.url, asked, 1000, seed=part))
+            counts = asyncio.run(soak(hosts.url, asked, 1000, seed=part, users=32))
             done, cancelled = done + counts[0], cancelled + counts[1]
             hosts.settled()
             seen.append(hosts.resources())
