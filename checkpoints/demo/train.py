@@ -182,14 +182,16 @@ def first_record(
     }  # fmt: skip
 
 
-def check_state(values: flags.FlagValues) -> None:
+def check_state(values: flags.FlagValues, recipe: Recipe) -> None:
     """Write the settings that the contents of the state folder depend on, or compare them with those written there.
+
+    The recipe is one of them, so that all steps of a run follow the one in its record.
 
     Raises:
       flags.Error: the state was made with other settings.
     """
     path = Path(values.state) / "settings.json"
-    now = {"seed": values.seed, "programs": values.programs, "source": list(values.source)}
+    now = {"seed": values.seed, "source": list(values.source), **json.loads(json.dumps(asdict(recipe)))}
     if not path.exists():
         for name in ("state.pt", "library.jsonl", "tokenizer.json"):
             if path.with_name(name).exists():
@@ -224,7 +226,7 @@ def main(values: flags.FlagValues) -> None:
     recipe, folder = Recipe(programs=values.programs), Path(values.output)
     state = Path(values.state) / "state.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
-    check_state(values)
+    check_state(values, recipe)
     name = values.device if values.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(values.threads)
     torch.manual_seed(values.seed)

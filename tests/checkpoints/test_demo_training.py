@@ -131,18 +131,20 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
 
 
 def test_a_state_belongs_to_its_settings(tmp_path: Path) -> None:
-    def check(*more: str) -> None:
+    def check(*more: str, recipe: Recipe = RECIPE) -> None:
         values = flags.FlagValues()
         define_flags(values)
         values(["train", "--output=unused", f"--state={tmp_path}", *more])
-        check_state(values)
+        check_state(values, recipe)
 
     check("--seed=3")
     check("--seed=3", "--steps=10")
     (tmp_path / "library.jsonl").write_text("")
     check("--seed=3")
-    with pytest.raises(flags.Error, match=r"of another run \(seed: was 3, now 4; programs: was 200000, now 500\)"):
-        check("--seed=4", "--programs=500")
+    other = replace(RECIPE, programs=500)
+    changes = rf"seed: was 3, now 4; programs: was {RECIPE.programs}, now 500"
+    with pytest.raises(flags.Error, match=rf"of another run \({changes}\)"):
+        check("--seed=4", recipe=other)
     (tmp_path / "settings.json").unlink()
     with pytest.raises(flags.Error, match=r"contains library\.jsonl, but not settings\.json"):
         check("--seed=3")
