@@ -191,12 +191,13 @@ def check_state(values: flags.FlagValues, recipe: Recipe) -> None:
       flags.Error: the state was made with other settings.
     """
     path = Path(values.state) / "settings.json"
-    now = {"seed": values.seed, "source": list(values.source), **json.loads(json.dumps(asdict(recipe)))}
+    settings = {"seed": values.seed, "source": list(values.source), **asdict(recipe)}
+    now = parse_json_object(json.dumps(settings).encode())  # as it is read again, with lists for tuples
     if not path.exists():
         for name in ("state.pt", "library.jsonl", "tokenizer.json"):
             if path.with_name(name).exists():
                 raise flags.Error(f"--state={values.state} contains {name}, but not {path.name}; use another folder")
-        replace_file(path, [json.dumps(now).encode()])
+        replace_file(path, [json.dumps(settings).encode()])
         return
     before = parse_json_object(path.read_bytes())
     changes = [f"{name}: was {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]

@@ -183,6 +183,18 @@ def test_ratios_between_sections() -> None:
     assert ratios({}) == {}
 
 
+def test_the_guide_has_the_figures_of_the_record() -> None:
+    folder = Path(sections.__file__).parents[1]
+    record = json.loads((folder / "results" / "serve.json").read_text())
+    batch, share = record["results"]["batch"], record["ratios"]["capacity_times_one_at_a_time"]
+    guide = " ".join((folder / "README.md").read_text("utf-8").split())
+    assert f"the server answers {share:.2f} times as many requests per second as a loop" in guide
+    assert batch["warm"]["programs"] == 5
+    padding = batch["warm"]["computed_positions"] / batch["useful_positions"] - 1
+    assert "It pads its rows to only five widths" in guide
+    assert f"so it computes {100 * padding:.0f} % more positions than needed" in guide
+
+
 def test_what_is_expected_of_a_record() -> None:
     measured = results(old=True)
     measured["loads"]["0.6"]["useful_share"] = 0.79
