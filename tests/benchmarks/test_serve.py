@@ -186,7 +186,7 @@ def test_ratios_between_sections() -> None:
 def test_the_guide_has_the_figures_of_the_record() -> None:
     folder = Path(sections.__file__).parents[1]
     record = json.loads((folder / "results" / "serve.json").read_text())
-    batch, share = record["results"]["batch"], record["ratios"]["capacity_times_one_at_a_time"]
+    batch, share = record["results"]["batch"], record["results"]["ratios"]["capacity_times_one_at_a_time"]
     guide = " ".join((folder / "README.md").read_text("utf-8").split())
     assert f"the server answers {share:.2f} times as many requests per second as a loop" in guide
     assert batch["warm"]["programs"] == 5
