@@ -180,7 +180,13 @@ def _set_layer(stack: Any, layer: Any, number: jax.Array) -> Any:
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+    return _zeros_program(leaf.shape, leaf.dtype, leaf.sharding)()
+
+
+@functools.lru_cache(256)
+def _zeros_program(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[[], jax.Array]:
+    """Return a program that is compiled once for all weights of a shape, dtype and sharding."""
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
 
 # Parts of a tensor by the index of a device's shard.
