@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from benchmarks.records import note_lines
 from benchmarks.serve.acceptance import TIMES_GENERATE, acceptance, pair_ratios
 
 _SERVERS = {"old": "older server", "new": "server"}
-# What records before the fields ``max_queue`` and ``repeats`` were measured with: the shortest queue, and requests of
-# ``while_compiling`` while nothing is compiled, for each repetition of a single request.
-_LEAST_QUEUE, _REPEATS = 64, 4
 # The 99th percentile of fewer values lies between the two largest.
 _FEW = 100
 
@@ -29,7 +25,7 @@ def serve_tables(record: dict[str, Any]) -> str:
         ("loads", loads_table),
         ("batch", batch_table),
         ("starts", starts_table),
-        ("while_compiling", partial(compiling_table, settings=record["settings"])),
+        ("while_compiling", compiling_table),
     ]
     parts = [make(results) for section, make in sections if section in results]
     return "\n".join(["\n\n".join(parts), "", about(record), *note_lines(record)])
@@ -196,15 +192,10 @@ def starts_table(results: dict[str, Any]) -> str:
     return table(heads, rows)
 
 
-def compiling_table(results: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Return the table of a request while programs are compiled.
-
-    Args:
-      results: sections of a record.
-      settings: its settings.
-    """
+def compiling_table(results: dict[str, Any]) -> str:
+    """Return the table of a request while programs are compiled."""
     found = results["while_compiling"]
-    repeats = found.get("repeats", _REPEATS * settings["repeats"])
+    repeats = found["repeats"]
     labels = {
         "compiling": ("while programs are compiled, at first in the widest bucket", found["requests"]),
         "widest": ("in the widest bucket, while nothing is compiled", repeats),
@@ -227,8 +218,7 @@ def about(record: dict[str, Any]) -> str:
     prompts, answers = settings["prompts"], settings["answers"]
     where = f"the server at {settings['address']}"
     if settings["address"] is None:
-        queue = settings.get("max_queue") or max(_LEAST_QUEUE, settings["requests"])
-        own = " ".join(f"`{one}`" for one in (f"--max_queue={queue}", *settings["server_flag"]))
+        own = " ".join(f"`{one}`" for one in (f"--max_queue={settings['max_queue']}", *settings["server_flag"]))
         where = (
             f"`{settings['checkpoint']}`, default flags except {own}, {machine['cores']} cores of "
             f"{machine['processor']} for all processes"

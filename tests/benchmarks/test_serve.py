@@ -149,7 +149,7 @@ def results(old: bool) -> dict[str, Any]:
             "lone_from_ready_ms": {"32": [650]}, "generate_beside_ms": {"32": [500]},
         },
         "while_compiling": {
-            "new_tokens": 32, "requests": 61, "compiling_ms": times(550.0), "widest_ms": times(500.0),
+            "new_tokens": 32, "requests": 61, "repeats": 20, "compiling_ms": times(550.0), "widest_ms": times(500.0),
             "compiled_ms": times(240.0),
         },
         "lone": [lone],
@@ -249,6 +249,7 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
                 "settings": FULL.settings()
                 | {
                     "address": None,
+                    "max_queue": 400,
                     "checkpoint": "demo",
                     "server_flag": [],
                     "old_commit": "ed2e438abc" if old else None,
