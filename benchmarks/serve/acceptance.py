@@ -93,12 +93,10 @@ def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Expectati
     if "batch" in results:
         what = "diffumesh batch: wall time / time of its useful work at the best measured rate"
         yield Expectation.at_most(what, results["batch"]["wall_times_useful"], _TIMES_USEFUL_WORK)
-        # Records of earlier versions have only the first of the two ratios that measure_batch describes.
-        if (ratio := results["batch"].get("wall_times_useful_of_canvas")) is not None:
-            yield Expectation("the same, each row at the best measured rate of its canvas", ratio)
-        if (computed := results["batch"]["warm"].get("computed_positions")) is not None:
-            what = "diffumesh batch: computed positions / useful positions"
-            yield Expectation(what, computed / results["batch"]["useful_positions"])
+        ratio = results["batch"]["wall_times_useful_of_canvas"]
+        yield Expectation("the same, each row at the best measured rate of its canvas", ratio)
+        computed = results["batch"]["warm"]["computed_positions"] / results["batch"]["useful_positions"]
+        yield Expectation("diffumesh batch: computed positions / useful positions", computed)
     if (differing := _differing(results)) is not None:
         yield Expectation.at_most("texts that differ between the servers, the loop and the loads", differing, 0)
     for name, one in results.get("starts", {}).get("starts", {}).items():
