@@ -46,7 +46,7 @@ from benchmarks.records import (
 from benchmarks.roofline import fits_or_none
 from benchmarks.torch_cases import PARTS, PARTS_OF_A_MODEL, Case, cases, define_case_flags, published
 from benchmarks.torch_memory import DTYPES, LIBRARIES
-from benchmarks.torch_models import BACKENDS, import_torch, torch_device
+from benchmarks.torch_models import import_torch, torch_device
 from benchmarks.torch_rows import TOLERANCE, Sides, compare
 from benchmarks.torch_tables import PASSES, add_goals, agreement
 from checkpoints import parse_json_object
@@ -214,7 +214,7 @@ def measure_memory(values: flags.FlagValues, results: dict[str, list[dict[str, A
             case = max(cases(part, values, "cpu"), key=lambda one: (one.canvas, one.batch))
             timed = {"model": name} | case.sizes
             same = [row for row in results[part] if all(row[key] == value for key, value in timed.items())]
-            backend = same[-1].get("torch_backend", BACKENDS[0])
+            backend = same[-1]["torch_backend"]
             row: dict[str, Any] = {"part": part, "model": name, "torch_backend": backend} | case.sizes
             for library in LIBRARIES:
                 given = memory_flags(name, case, backend, values)

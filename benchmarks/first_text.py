@@ -127,7 +127,7 @@ def measure(prompt: str, trials: int) -> dict[str, Any]:
 
 def first_text_table(record: dict[str, Any]) -> str:
     """Convert a record to a Markdown table with a row for each kind of cache."""
-    results, machine = record["results"], record["machine"]
+    results, settings, machine = record["results"], record["settings"], record["machine"]
     lines = ["| compile cache | text after, s | end after, s | goal, s | met |", "|---|---:|---:|---:|---|"]
     for kind in GOALS:
         one = results[kind]
@@ -136,11 +136,9 @@ def first_text_table(record: dict[str, Any]) -> str:
             for part in (one["text"], one["end"])
         )
         lines.append(f"| {kind} | {text} | {end} | {one['goal_seconds']:g} | {'yes' if one['met'] else 'NO'} |")
-    # Earlier records timed the module behind the command.
-    timed = record["settings"].get("timed", "python -m launch.generate")
     made = (
-        f"{record['kind'].capitalize()}: `{record['command']}`, {record['settings']['trials']} runs of `{timed}` each, "
-        f"{machine['cores']} cores of {machine['processor']}; medians, with minimum and maximum."
+        f"{record['kind'].capitalize()}: `{record['command']}`, {settings['trials']} runs of `{settings['timed']}` "
+        f"each, {machine['cores']} cores of {machine['processor']}; medians, with minimum and maximum."
         f" {'All runs printed the same text.' if results['same_text'] else 'TEXTS DIFFER.'}"
     )
     return "\n".join([*lines, "", made, *note_lines(record)])

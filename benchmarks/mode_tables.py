@@ -23,7 +23,7 @@ def _share(row: Row, name: str) -> str:
     return f"{row[f'{name}_rate']:.1%} ({low:.1%} to {high:.1%})"
 
 
-# Columns: the key of a row that a column shows, its head, and its cell. Earlier records lack some of them.
+# Columns: the key of a row that a column shows, its head, and its cell. A run without `exact` lacks some of them.
 _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("passed", "passes (95 %)", lambda row: _share(row, "passed")),
     ("to_exact", "points more than exact (95 %)", lambda row: _points(row["to_exact"])),

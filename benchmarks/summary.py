@@ -56,8 +56,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, Record, str]]:
     """Yield what was measured, the result, the record, and the command."""
     if (modes := read("diffusion_modes")) is not None:
         for name, words in _MODES.items():
-            # Earlier records did not execute what was written.
-            if (row := modes["results"].get(name, {})).get("passed") is not None:
+            if (row := modes["results"].get(name)) is not None:
                 passed = f"{row['passed_rate']:.1%} of tasks pass"
                 speed = f"{row['tokens_per_second']:.0f} tokens/s ({row['of_exact']:.1f}x), {passed}"
                 yield f"demo, {words}", speed, modes, _command(modes)
@@ -74,8 +73,8 @@ def _measured(read: Read) -> Iterator[tuple[str, str, Record, str]]:
     if (full := read("full_checkpoint")) is not None:
         convert = full["results"]["convert"]
         result = f"{convert['seconds']:.0f} s, peak {convert['peak_resident_bytes'] / 1e9:.1f} GB of host memory"
-        if goals := full["results"].get("goals"):  # earlier records have none
-            result += f"; {sum(row['met'] for row in goals)} of {len(goals)} goals met"
+        goals = full["results"]["goals"]
+        result += f"; {sum(row['met'] for row in goals)} of {len(goals)} goals met"
         yield "conversion of a 15.2 GB checkpoint", result, full, "python -m benchmarks.full_checkpoint --folder=DIR"
     if (server := read("serve")) is not None and (lone := server["results"].get("lone")):
         each = [row["times_generate"] for row in lone]
@@ -84,13 +83,10 @@ def _measured(read: Read) -> Iterator[tuple[str, str, Record, str]]:
 
 
 def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, str, Record, str]]:
-    """Yield a row for the cases of all models on one core.
-
-    Earlier records, whose PyTorch did not run in the faster of its libraries, are left out.
-    """
+    """Yield a row for the cases of all models on one core."""
     models: dict[str, list[Record]] = {}
     for row in record["results"].get(kind, ()):
-        if row.get("cores") == 1 and "torch_backend" in row and "out_of_memory" not in row:
+        if row.get("cores") == 1 and "out_of_memory" not in row:
             models.setdefault(row["model"], []).append(row)
     if not models:
         return

@@ -14,10 +14,6 @@ _SHARE = 0.2
 _SHORT_CANVAS, _SHORT_GENERATION, _LONG_GENERATION = 512, 1.4, 1.2
 PASSES = ("transformer", "logits")
 _SHAPES = ("batch", "canvas", "prompt", "new_tokens", "steps")
-_EARLIER = (
-    "An earlier version measured this: decoding is greedy, and PyTorch runs in its default library for matrix "
-    "products, which is not the faster one on every processor."
-)
 # What a missed goal of a pass that consists of matrix products is called: the row shows the rates of both libraries.
 _RATES = "rates shown"
 
@@ -97,14 +93,13 @@ def _details(row: Mapping[str, Any], found: Mapping[str, Any], platform: str) ->
 
 def _cells(part: str, row: Mapping[str, Any], found: Mapping[str, Any], name: str, record: Mapping[str, Any]) -> str:
     fast, goal = found["times_as_fast"], found.get("goal")
-    backend = f" ({row['torch_backend']})" if "torch_backend" in row else ""
     cells = [
         f"{part} {name}".strip(),
         row.get("model", "gpt2" if part == "gpt2" else "mid-size"),
         str(row.get("cores", record["settings"]["cores"])),
         _shape(row),
         f"{found['jax_ms']['median']:.1f}",
-        f"{found['torch_ms']['median']:.1f}{backend}",
+        f"{found['torch_ms']['median']:.1f} ({row['torch_backend']})",
         f"{fast['median']:.2f} ({fast['minimum']:.2f} to {fast['maximum']:.2f})",
         "" if goal is None else f">= {goal:g}: {found['verdict'].replace('missed', 'MISSED')}",
         _details(row, found, record["machine"]["platform"]),
@@ -143,8 +138,6 @@ def comparison_table(record: Mapping[str, Any]) -> str:
             for row in rows
             if "out_of_memory" in row and part != "memory"
         ]
-    if not all("torch_backend" in row for _, row, _, _ in rows_of(results)):
-        lines += ["", _EARLIER]
     if judged:
         counts = ", ".join(f"{judged.get(verdict, 0)} {verdict}" for verdict in ("met", _RATES, "missed"))
         lines += ["", f"Goals on one core: {counts}."]

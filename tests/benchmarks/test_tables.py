@@ -56,8 +56,8 @@ def test_a_table_says_what_its_record_notes(make: Any) -> None:
 def test_the_summary_beside_pytorch() -> None:
     def row(model: str, cores: int, ratio: float, **more: Any) -> dict[str, Any]:
         return {
-            "model": model, "cores": cores, "torch_backend": "onednn", "times_as_fast": {"median": ratio},
-            "share_of_equal_new_tokens": 1.0, **more
+            "model": model, "cores": cores, "times_as_fast": {"median": ratio}, "share_of_equal_new_tokens": 1.0,
+            **more,
         }  # fmt: skip
 
     sampled = {"samples": {"agree": True}}
@@ -80,11 +80,6 @@ def test_the_summary_beside_pytorch() -> None:
     ]
     on_gpu = {"machine": {"platform": "gpu", "device_count": 1, "device_kind": "NVIDIA H200"}}
     assert machine_of(on_gpu) == "1 x H200"
-    for rows in results.values():
-        for one in rows:
-            one.pop("torch_backend", None)
-    earlier = measured_table(lambda name: record if name == "compare_torch" else None)
-    assert len(earlier.splitlines()) == 2, "PyTorch did not run in the faster of its libraries"
 
 
 def grid_row(length: int, batch: int, efficiency: float) -> dict[str, Any]:
