@@ -41,7 +41,7 @@ class Metrics:
         ).labels(**self._labels)
         self.first = histogram(
             "time_to_first_token_seconds",
-            "Seconds from the arrival of a request to a row's first committed token.",
+            "Seconds from the arrival of a request until a row's first text could be streamed.",
             _SECONDS,
         )
         self.pieces = histogram(
