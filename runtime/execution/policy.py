@@ -24,7 +24,7 @@ class BucketStatus:
       received: seconds of device time that each of its rows has received.
       seconds: estimated duration of an iteration; 0 if unknown.
       new: whether it has a row whose first token is awaited.
-      until_end: iterations until one of several rows ends; ``max_iterations`` if that changes nothing for others.
+      until_end: iterations until so many rows end that others change; ``max_iterations`` if none do.
     """
 
     received: float

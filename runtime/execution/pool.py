@@ -161,7 +161,7 @@ class Pool:
             if not (there.held and one.iterations):
                 continue
             slots, start = there.slots, time.perf_counter()
-            least = len(there.held) if one.until_row_ends else 1
+            least = len(there.held) + 1 - one.until_ended if one.until_ended else 1
             done = slots.run(one.iterations, chunks=one.chunks, min_running=least)
             reading = slots.prefill_seconds
             seconds = time.perf_counter() - start - reading

@@ -12,6 +12,7 @@ bucket. They get slots class by class, as many at a time as the bucket of the cl
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -41,6 +42,10 @@ from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, Pool
 
 # When a growing row moves, its new bucket has room for this many more positions than it needs next.
 _ROOM_TO_GROW = 64
+# Offline, iterations end when one row in this many has ended, so that in large batches several waiting rows start
+# together. That takes about as long as starting one: the arrays of all rows pass through the host, and every ``data``
+# shard reads a prompt at the same time.
+_ROWS_PER_END = 16
 
 
 class Scheduler:
@@ -230,22 +235,27 @@ class Scheduler:
         """Describe an open bucket to the policy."""
         rows, policy = [self._rows[row] for row in bucket.rows], self.policy
         new = any(map(policy.awaits_first_token, rows))
-        until_end = min(row.remaining for row in rows) if self._end_matters(pool, bucket) else policy.max_iterations
+        ended = self._until_ended(pool, bucket)
+        until_end = sorted(row.remaining for row in rows)[ended - 1] if ended else policy.max_iterations
         return BucketStatus(pool.received[bucket.number], pool.estimate(bucket.bucket), new, until_end)
 
-    def _end_matters(self, pool: PoolState, bucket: OpenBucket) -> bool:
-        """Return whether something changes for other rows when one of a bucket's rows ends."""
-        # With steps of any duration, it does only if a waiting row can take its slot, or the others a smaller bucket.
-        matters = self.policy.step_seconds is not None or bool(pool.queue) or len(pool.available) > 1
-        return matters and len(bucket.rows) > 1
+    def _until_ended(self, pool: PoolState, bucket: OpenBucket) -> int:
+        """Return when iterations of a bucket end: with the end of so many of its rows, or 0 for all of them."""
+        if len(bucket.rows) < 2:
+            return 0
+        if self.policy.step_seconds is not None:
+            return 1
+        # Offline, an end matters only if a waiting row takes the slot, or the other rows take a smaller bucket.
+        matters = bool(pool.queue) or len(pool.available) > 1
+        return math.ceil(len(bucket.rows) / _ROWS_PER_END) if matters else 0
 
     def _bucket_plans(self, number: int, iterations: Mapping[tuple[int, int], int]) -> list[BucketPlan]:
         plans, pool = [], self._pools[number]
         for one in pool.buckets:
             own, shape = iterations.get((number, one.number), 0), one.bucket
             wanted = own > 0 and self._canvases_wanted(one)
-            slots, ends = list(one.slots), self._end_matters(pool, one)
-            plans.append(BucketPlan(one.number, shape.rows, shape.width, slots, own, wanted, self.policy.chunks, ends))
+            slots, ended = list(one.slots), self._until_ended(pool, one)
+            plans.append(BucketPlan(one.number, shape.rows, shape.width, slots, own, wanted, self.policy.chunks, ended))
         return plans
 
     def _canvases_wanted(self, bucket: OpenBucket) -> bool:

@@ -100,7 +100,7 @@ class Slots(abc.ABC):
           step_limit: no row starts its step of this number or a later one (diffusion); None for no limit.
           chunks: maximum number of prompt chunks that each ``data`` shard reads (autoregressive); None for no limit.
           min_running: stop when fewer rows than this are running. With the number of occupied slots, the run ends in
-            the iteration in which one of their rows does. Rows whose prompts are not completely read do not count.
+            the iteration in which one of their rows does. Rows whose prompts are not completely read count as running.
 
         Returns:
           bool ``[B]``, the slots that are done; empty slots are done.

@@ -45,7 +45,7 @@ class BucketPlan:
       iterations: maximum number of denoise steps, or tokens, to run; 0 for none.
       canvases: whether the outcome includes the canvases of unfinished rows.
       chunks: maximum number of prompt chunks that each ``data`` shard reads before the iterations; None for no limit.
-      until_row_ends: whether the iterations end with the first row that does.
+      until_ended: the iterations end with the one in which this many rows have ended; 0 for all rows.
     """
 
     number: int
@@ -55,7 +55,7 @@ class BucketPlan:
     iterations: int
     canvases: bool = False
     chunks: int | None = 1
-    until_row_ends: bool = False
+    until_ended: int = 0
 
 
 @dataclass(frozen=True)

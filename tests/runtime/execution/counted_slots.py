@@ -89,7 +89,9 @@ class CountedSlots:
             unread += self._prefill(rows, bucket.chunks) if bucket.iterations else []
             rows = [row for row in rows if row not in unread]
             left = [self._end(self._made[row][0]) - self._made[row][1] for row in rows]
-            ran = min(bucket.iterations, (min if bucket.until_row_ends else max)(left, default=0))
+            last = min(bucket.until_ended or len(left), len(left))
+            most = sorted(left)[last - 1] if left else 0
+            ran = min(bucket.iterations, most)
             seconds = ran * (self._seconds + self._per_position * bucket.rows * bucket.width)
             self.now += seconds
             if bucket.iterations:

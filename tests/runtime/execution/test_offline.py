@@ -184,6 +184,22 @@ def test_a_call_with_one_long_prompt_has_narrow_buckets_too(monkeypatch: pytest.
         np.testing.assert_array_equal(found.sequences[seed, 200 - len(row) :], expected.sequence)
 
 
+def test_a_slot_is_free_in_the_iteration_in_which_its_row_ends() -> None:
+    golden = golden_cases.engine("tensor=1")
+    engine = Engine(golden.layout, golden.weights)  # without the buckets that other tests have compiled
+    asked = [RowRequest([5 + number] * 3, BASE, number) for number in range(5)]
+    whole = alone(golden, asked[0])
+    ending = BASE.replace(stop_token_ids=(int(whole.sequence[6]),))
+    asked[0] = RowRequest(asked[0].tokens, ending, 0)
+    short = alone(golden, asked[0])
+    ended, others = (len(set(row.commit_steps[row.commit_steps >= 0])) for row in (short, whole))
+    assert 1 < ended < others
+    scheduler = engine.scheduler(asked, 4)
+    same(gather(scheduler, iterations=16)[0], short)
+    # The last row starts when the first one ends, not with the end of the others.
+    assert scheduler.stats.forwards == ended + others
+
+
 def test_utilisation_and_an_early_end() -> None:
     golden = golden_cases.engine("tensor=1")
     engine = Engine(golden.layout, golden.weights)  # without the buckets that other tests have compiled

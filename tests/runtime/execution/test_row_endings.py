@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from runtime import (
     FirstToken,
     RequestHandle,
@@ -66,9 +68,23 @@ def test_a_stop_token_frees_the_slot_in_that_iteration() -> None:
         scheduler.add(handle)
     assert finished(drain(scheduler, slots)) == handles
     # Row 1 ends after 3 iterations, and row 2 after 17 more, of which a step has at most 16. Then nobody waits.
-    assert [plan.buckets[0].until_row_ends for plan in slots.plans[:4]] == [True, True, True, False]
+    assert [plan.buckets[0].until_ended for plan in slots.plans[:4]] == [1, 1, 1, 0]
     assert [slots.plans[2].buckets[0].slots, slots.plans[3].buckets[0].slots] == [[2, 1], [2, 3]]
     assert scheduler.stats.slot_iterations == 2 * (3 + 17 + 90)
+
+
+@pytest.mark.parametrize(("step_seconds", "ended"), [(None, 2), (10.0, 1)])
+def test_rows_of_a_large_batch_start_together_if_nobody_waits_for_one(step_seconds: float | None, ended: int) -> None:
+    """20 rows end after 1, 2, ... iterations, and as many others wait. A server starts each of them at once."""
+    ends = {seed: seed for seed in range(1, 21)}
+    scheduler = single(20, step_seconds=step_seconds, first_tokens=False)
+    slots = CountedSlots(0.01, ends=ends)
+    for seed in (*range(1, 21), *[99] * 20):
+        scheduler.add(RequestHandle(rows=rows(90, seed=seed)))
+    drain(scheduler, slots)
+    (first,) = slots.plans[1].buckets
+    assert first.until_ended == ended
+    assert len(slots.plans[2].insert) == ended
 
 
 def after(count: int, kept: int) -> StopTest:
