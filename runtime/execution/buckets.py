@@ -53,6 +53,8 @@ class PassCost:
       canvases: without a window, canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
       draft: cost model of a pass of the draft model, whose unit is a position of that model; None without one.
       draft_passes: passes of the draft model before each pass, times the cost of its unit in units of this model.
+      prompt_position: cost of a position of a prompt's chunk. One ``data`` shard reads the chunk, and ``sequence``
+        shards do not divide it, so this is the product of the two sizes.
       unit_seconds: estimated seconds of the unit; 0 if unknown. It orders rows while nothing has been measured.
     """
 
@@ -63,6 +65,7 @@ class PassCost:
     canvases: int = 1
     draft: PassCost | None = None
     draft_passes: float = 0.0
+    prompt_position: float = 1.0
     unit_seconds: float = 0.0
 
     def __call__(self, bucket: Bucket) -> float:
@@ -71,7 +74,7 @@ class PassCost:
 
     def of_prompt(self, tokens: int, chunk: int) -> float:
         """Return the cost of reading a prompt of so many tokens in chunks, without the draft model's reading."""
-        return math.ceil(tokens / chunk) * (self.overhead + max(self.floor, chunk))
+        return math.ceil(tokens / chunk) * (self.overhead + max(self.floor, self.prompt_position * chunk))
 
     def _own(self, bucket: Bucket) -> float:
         if self.window is None:

@@ -189,7 +189,8 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
             return whole
         read = cache_bytes_per_device(layout, spec.data, spec.sequence, runner.cache_dtype)
         per_token = max(floor, 1) * read / weight_bytes(layout, runner.dtype)
-        found = replace(whole, window=tokens_per_pass(config), share=per_token)
+        shards = spec.data * spec.sequence
+        found = replace(whole, window=tokens_per_pass(config), share=per_token, prompt_position=shards)
         return found if runner.draft is None else _with_draft_model(found, runner, runner.draft, config.draft_tokens)
     if config.cache == "none":
         return replace(whole, canvases=canvases_of(config))

@@ -283,3 +283,8 @@ def test_the_cost_of_a_pass_counts_those_of_the_draft_model() -> None:
     assert pass_cost(itself, config)(bucket) == pytest.approx(own(bucket) + 3 * once)
     assert own(bucket) < pass_cost(other, config)(bucket) < pass_cost(itself, config)(bucket)
     assert pass_cost(itself, GREEDY)(bucket) == pass_cost(plain, GREEDY)(bucket)
+
+
+def test_the_cost_of_a_prompt_counts_the_shards_that_do_not_share_it() -> None:
+    runner = Engine.load(QWEN3, "data=2,sequence=2,tensor=2").runner
+    assert pass_cost(runner, GREEDY).prompt_position == 4

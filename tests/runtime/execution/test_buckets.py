@@ -124,6 +124,13 @@ def test_of_equal_prices_the_smallest_bucket_is_chosen() -> None:
     assert found == [(Bucket(4, 512), 4)]
 
 
+def test_a_chunk_of_a_prompt_takes_as_long_as_on_one_shard() -> None:
+    """The unit of cost is a position that all shards share, but one ``data`` shard reads a chunk alone."""
+    assert PassCost(206.0, 50.0).of_prompt(1000, 512) == 2 * (50 + 512)
+    assert PassCost(206.0, 50.0, prompt_position=4).of_prompt(1000, 512) == 2 * (50 + 4 * 512)
+    assert PassCost(9000.0, 50.0, prompt_position=4).of_prompt(1000, 512) == 2 * (50 + 9000), "the weights are read"
+
+
 def test_where_weights_are_what_takes_time_short_rows_share_a_pass() -> None:
     rows = [60] * 8
     on_gpu = pack(rows, make_grid(8, 512, GPU, data=1, step=64).buckets, GPU)
