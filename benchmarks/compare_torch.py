@@ -206,7 +206,7 @@ def measure_memory(values: flags.FlagValues, results: dict[str, list[dict[str, A
 
     Args:
       values: the flags.
-      results: rows by part. They name the library that PyTorch runs in.
+      results: rows by part. They name the library that PyTorch runs in. Cases that did not fit are left out.
     """
     rows = []
     for name, parts in subjects(values):
@@ -214,6 +214,8 @@ def measure_memory(values: flags.FlagValues, results: dict[str, list[dict[str, A
             case = max(cases(part, values, "cpu"), key=lambda one: (one.canvas, one.batch))
             timed = {"model": name} | case.sizes
             same = [row for row in results[part] if all(row[key] == value for key, value in timed.items())]
+            if "out_of_memory" in same[-1]:
+                continue
             backend = same[-1]["torch_backend"]
             row: dict[str, Any] = {"part": part, "model": name, "torch_backend": backend} | case.sizes
             for library in LIBRARIES:

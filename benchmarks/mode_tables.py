@@ -23,7 +23,7 @@ def _share(row: Row, name: str) -> str:
     return f"{row[f'{name}_rate']:.1%} ({low:.1%} to {high:.1%})"
 
 
-# Columns: the key of a row that a column shows, its head, and its cell. A run without `exact` lacks some of them.
+# Columns: the key of a row that a column shows, its head, and its cell. A run of fewer modes may lack some of them.
 _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("passed", "passes (95 %)", lambda row: _share(row, "passed")),
     ("to_exact", "points more than exact (95 %)", lambda row: _points(row["to_exact"])),
@@ -55,22 +55,21 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
 def modes_table(record: dict[str, Any]) -> str:
     """Convert a record to a Markdown table with a row per mode, and the settings that follow from it."""
     results, settings, machine = record["results"], record["settings"], record["machine"]
-    front = pareto_front({name: row for name, row in results.items() if "passed" in row})
+    front = pareto_front(results)
     columns = [column for column in _COLUMNS if any(column[0] in row for row in results.values())]
     lines = [f"| mode | {' | '.join(head for _, head, _ in columns)} |", f"|---|{'---:|' * len(columns)}"]
     for name, row in results.items():
         cells = [f"**`{name}`**" if name in front else f"`{name}`"]
         cells += [cell(row) if key in row else "" for key, _, cell in columns]
         lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
-    if front:
-        lines += [
-            "In bold: no other mode passes more tasks with as few computed positions. `=`: equal quality, because the "
-            "interval lies above -2 points.",
-            "",
-            *goal_lines(record),
-        ]
-    lines += loop_lines(results)
+    lines += [
+        "",
+        "In bold: no other mode passes more tasks with as few computed positions. `=`: equal quality, because the "
+        "interval lies above -2 points.",
+        "",
+        *goal_lines(record),
+        *loop_lines(results),
+    ]
     where = (
         f"{settings['prompts']} prompts, {settings['new_tokens']} masks each, one at a time, {settings['cores']} CPU "
         f"cores; speed over {settings['trials']} rounds of {settings['timed_prompts']} prompts, modes taking turns "

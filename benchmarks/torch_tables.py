@@ -95,8 +95,8 @@ def _cells(part: str, row: Mapping[str, Any], found: Mapping[str, Any], name: st
     fast, goal = found["times_as_fast"], found.get("goal")
     cells = [
         f"{part} {name}".strip(),
-        row.get("model", "gpt2" if part == "gpt2" else "mid-size"),
-        str(row.get("cores", record["settings"]["cores"])),
+        row["model"],
+        str(row["cores"]),
         _shape(row),
         f"{found['jax_ms']['median']:.1f}",
         f"{found['torch_ms']['median']:.1f} ({row['torch_backend']})",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.records import note_lines
-from benchmarks.serve.acceptance import TIMES_GENERATE, acceptance, pair_ratios
+from benchmarks.serve.acceptance import TIMES_GENERATE, pair_ratios
 
 _SERVERS = {"old": "older server", "new": "server"}
 # The 99th percentile of fewer values lies between the two largest.
@@ -45,9 +45,7 @@ def seconds(milliseconds: float) -> str:
 def acceptance_table(results: dict[str, Any]) -> str:
     """Return the table of expectations."""
     said = {None: "", True: "yes", False: "NO"}
-    # Not those in the record: earlier records lack some of them, or have other words for them.
-    expected = acceptance(results, results["ratios"])
-    rows = [[row["what"], f"{row['value']:g}", row["goal"] or "", said[row["met"]]] for row in expected]
+    rows = [[row["what"], f"{row['value']:g}", row["goal"] or "", said[row["met"]]] for row in results["acceptance"]]
     return table(["expected", "measured", "goal", "met"], rows)
 
 
