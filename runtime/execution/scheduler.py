@@ -240,7 +240,7 @@ class Scheduler:
         return BucketStatus(pool.received[bucket.number], pool.estimate(bucket.bucket), new, until_end)
 
     def _until_ended(self, pool: PoolState, bucket: OpenBucket) -> int:
-        """Return when iterations of a bucket end: with the end of so many of its rows, or 0 for all of them."""
+        """Return how many of a bucket's rows must end before its iterations do; 0 for all of them."""
         if len(bucket.rows) < 2:
             return 0
         if self.policy.step_seconds is not None:
