@@ -194,7 +194,7 @@ def test_progress_ends_with_all_bytes(tensors: dict[str, np.ndarray]) -> None:
 
 
 def test_loading_never_holds_the_model(tmp_path: Path) -> None:
-    """200 MB onto eight devices: the host holds a few tensors at a time, never the model."""
+    """200 MB onto eight devices: the host holds the tensor that is put there and the one read next, no third one."""
     raw = json.loads((GOLDEN / "config.json").read_text()) | {
         "vocab_size": 4096,
         "hidden_size": 768,
@@ -224,7 +224,7 @@ def test_loading_never_holds_the_model(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert len(peaks) == len(shapes)
     assert peak > max(sizes) / 8, "the host's buffers are seen"
-    assert peak < 3 * max(sizes), (
+    assert peak < 2.5 * max(sizes), (
         f"{peak / 1e6:.0f} MB at the peak, and the largest tensor is {max(sizes) / 1e6:.0f} MB"
     )
     assert np.mean([layer.up_proj for layer in weights.layers]) == pytest.approx(0.01)
