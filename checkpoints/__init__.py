@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from checkpoints.conversion import convert
+    from checkpoints.downloads import open_folder
     from checkpoints.errors import CheckpointError, OtherProcessError
     from checkpoints.export import export_checkpoint
     from checkpoints.fingerprint import folder_fingerprint
-    from checkpoints.folder import DEMO, CheckpointFolder, open_folder
+    from checkpoints.folder import DEMO, CheckpointFolder
     from checkpoints.formats import FORMATS, Format
     from checkpoints.legacy import LegacyPickle, LegacySource, config_folder, find_legacy, legacy_path, open_legacy
     from checkpoints.loading import LoadedBytes, check_tensors, load_weights, stored_leaves
@@ -83,7 +84,7 @@ _HOMES = {
     "legacy_path": "checkpoints.legacy",
     "load_weights": "checkpoints.loading",
     "lock": "checkpoints.local_files",
-    "open_folder": "checkpoints.folder",
+    "open_folder": "checkpoints.downloads",
     "open_legacy": "checkpoints.legacy",
     "open_tensors": "checkpoints.opening",
     "output_at": "checkpoints.output",

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoints.downloads import open_folder
 from checkpoints.errors import CheckpointError
 from checkpoints.fingerprint import file_fingerprint, folder_fingerprint
-from checkpoints.folder import CheckpointFolder, open_folder
+from checkpoints.folder import CheckpointFolder
 from checkpoints.legacy.tensors import open_legacy
 from checkpoints.source import StoredTensors
 from runtime.models.declarations import ModelLayout

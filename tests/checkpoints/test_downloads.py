@@ -146,7 +146,7 @@ def test_large_files_are_not_fetched(
 ) -> None:
     """Also from a server that does not tell sizes."""
     limit = (source / MANIFEST_FILE).stat().st_size
-    monkeypatch.setattr("checkpoints.folder.MAX_SIDE_FILE_BYTES", limit)
+    monkeypatch.setattr("checkpoints.downloads.MAX_SIDE_FILE_BYTES", limit)
     monkeypatch.setattr("checkpoints.urls.FETCHED_BYTES", limit // 2)
     system = type(fsspec.filesystem("memory"))
     listing = system.ls

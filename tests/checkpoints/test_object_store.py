@@ -288,7 +288,7 @@ def test_large_files_are_not_read(micro: Path, server: ObjectStore, monkeypatch:
     server.objects.clear()
     url = "gs://bucket/models/checkpoint"
     to_store(micro, url)
-    monkeypatch.setattr("checkpoints.folder.MAX_SIDE_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("checkpoints.downloads.MAX_SIDE_FILE_BYTES", 1 << 20)
     assert open_folder(url).config
     Storage.at(url).write("LICENSE", b"x" * ((1 << 20) + 1))
     before = server.bytes_sent

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from checkpoints import orbax
 from checkpoints.conversion import convert
-from checkpoints.folder import open_folder
+from checkpoints.downloads import open_folder
 from checkpoints.manifest import TensorEntry
 from checkpoints.output import ObjectOutput
 from checkpoints.storage import Storage
