@@ -8,7 +8,7 @@ import numpy as np
 
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE, dump_files, list_files
-from checkpoints.folder import CheckpointFolder
+from checkpoints.folder import CheckpointFolder, is_side_file
 from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.manifest import MANIFEST_FILE, Digester, Manifest, TensorEntry, grids
 from checkpoints.non_finite import NonFinite
@@ -21,23 +21,33 @@ from runtime.models.declarations import ModelLayout
 _READERS = 3
 
 
-def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: Progress | None = None) -> None:
+def write_manifest(
+    folder: CheckpointFolder, layout: ModelLayout, *, covers_folder: bool = True, progress: Progress | None = None
+) -> None:
     """Write the manifest of a folder on a disk from its present content.
 
-    An Orbax checkpoint that already has a manifest is verified against it first. If an older version of diffumesh wrote
-    that manifest, the new one also covers the files that the old one left out.
+    A folder that has a manifest is verified against it first, so that damage never gets new digests; after an intended
+    change, delete the manifest of a Hugging Face folder. If an older version of diffumesh wrote the manifest, the new
+    one also covers the files that the old one left out.
+
+    Args:
+      folder: the folder.
+      layout: its model.
+      covers_folder: whether the manifest covers all files, so that any other file is an error; otherwise only the
+        weights and the small files that belong to a checkpoint.
+      progress: called after every part of a tensor.
 
     Raises:
       CheckpointError: the folder is incomplete, differs from its manifest, or does not match its configuration.
     """
     storage = Storage.at(folder.path)
-    manifest = read_manifest(folder) if folder.is_orbax else None
+    manifest = read_manifest(folder)
     covered = covered_files(folder)
     for name in covered:
         folder.check_file(name)
     folder.side_files()  # raises an error if one is too large
     if manifest is not None:
-        verify(folder, progress=progress)
+        _verify_before(folder, progress)
         entries = manifest.tensors
     else:
         found = open_tensors(folder, verify="none")
@@ -46,9 +56,21 @@ def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: P
     weights = [name for name in covered if folder.is_weight_file(name)]
     if folder.is_orbax:
         storage.write(FILES_FILE, dump_files(list_files(storage, weights)).encode())
-    names = [name for name in covered if not folder.is_weight_file(name)]
+    names = [name for name in covered if not folder.is_weight_file(name) and (covers_folder or is_side_file(name))]
     files = {name: file.digest for name, file in list_files(storage, names).items()}
-    storage.write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
+    storage.write(MANIFEST_FILE, Manifest(entries, files, covers_folder).dump().encode())
+
+
+def _verify_before(folder: CheckpointFolder, progress: Progress | None) -> None:
+    """Verify a folder before its manifest is written again."""
+    try:
+        verify(folder, progress=progress)
+    except CorruptCheckpointError as error:
+        if folder.is_orbax:
+            raise
+        raise CorruptCheckpointError(
+            f"{error}; if the change is intended, delete {MANIFEST_FILE}, then write it again"
+        ) from error
 
 
 def _digest_tensors(

@@ -7,7 +7,8 @@
 Every tensor and every file is read. If all are intact, the command prints one line and exits with 0. Otherwise it names
 the tensor or file that is damaged, missing or added, or the tensors that contain NaN or infinity, and exits with 2.
 Documents (README.md, pictures) and hidden files are not covered. A manifest of version 1 covers fewer files, which is
-reported; --write_manifest verifies such a checkpoint and extends its manifest to all files.
+reported; --write_manifest extends it to all files. A folder that has a manifest is verified before it is written again:
+after an intended change of a Hugging Face folder, delete its manifest, diffumesh.manifest.json, first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
         "write_manifest",
         False,
-        "Write the manifest of a Hugging Face or Orbax folder as it is now, or rewrite a canonical checkpoint's.",
+        "Write the manifest of a Hugging Face or Orbax folder that has none, or extend one of an older version.",
         flag_values=values,
     )
 
@@ -40,16 +41,19 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh verify``: check a checkpoint's bytes against its manifest, or write the manifest."""
     folder, layout = open_model(values.checkpoint, "checkpoint")
+    # The demo's folder also holds the programs and tasks that made it; they change without the model.
+    is_demo = Path(values.checkpoint) == DEMO
     start = time.perf_counter()
     if values.write_manifest:
-        if "://" in values.checkpoint:
-            raise InputError(f"--checkpoint={values.checkpoint}: --write_manifest requires a folder on this machine")
+        if folder.fetched or "://" in values.checkpoint:
+            raise InputError(
+                f"--checkpoint={values.checkpoint}: --write_manifest requires a folder on this machine, by its path"
+            )
         with progress_bar("digesting", of_bytes=True) as progress:
-            write_manifest(folder, layout, progress=progress)
+            write_manifest(folder, layout, covers_folder=not is_demo, progress=progress)
     with progress_bar("verifying", of_bytes=True) as progress:
         count = verify(folder, progress=progress)
-    # The demo's folder also holds the programs and tasks that made it; they change without the model.
-    if Path(values.checkpoint) != DEMO and (uncovered := uncovered_files(folder)):
+    if not is_demo and (uncovered := uncovered_files(folder)):
         say(
             f"the manifest has an older version and does not cover {len(uncovered)} files: "
             f"{', '.join(uncovered):.300}; --write_manifest extends it"

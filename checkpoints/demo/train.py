@@ -5,7 +5,8 @@
 The seed determines programs, tokenizer, data order and masks. STATE_FOLDER keeps the programs and, saved every few
 minutes, the state of the training; the same command resumes from it. The learning rate falls over the last part of the
 steps. The state before that is saved too (`before_decay.pt`), so that a longer run can start from it. Afterwards,
-rewrite the manifest of digests with `diffumesh verify --write_manifest`. README.md in this folder has the results.
+delete the old manifest of digests, and write the new one with `diffumesh verify --write_manifest`. README.md in this
+folder has the results.
 """
 
 import io

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.attacks import ADDED, CHANGES, change, put_back, refusal
 from checkpoints import CheckpointError, CheckpointFolder, open_folder
+from checkpoints.errors import CorruptCheckpointError
 from checkpoints.file_list import FILES_FILE
 from checkpoints.folder import TREE_FILE
 from checkpoints.huggingface import INDEX_FILE
@@ -132,3 +133,44 @@ def test_older_manifests_are_read_and_extended(request: pytest.FixtureRequest, l
     manifest = read_manifest(opened)
     assert manifest is not None
     check_files(opened, manifest)
+
+
+def flip(folder: Path) -> None:
+    """Flip a bit of a weight."""
+    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+def test_damage_gets_no_new_digests(request: pytest.FixtureRequest, layout: str, version: int, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(request.getfixturevalue(layout), folder)
+    opened = older(folder) if version == 1 else open_folder(folder)
+    before = (folder / MANIFEST_FILE).read_bytes()
+    flip(folder)
+    with pytest.raises(CorruptCheckpointError, match="damaged") as caught:
+        write_manifest(opened, layout_of(folder))
+    assert (folder / MANIFEST_FILE).read_bytes() == before
+    with pytest.raises(CorruptCheckpointError):
+        verify(opened)
+    if layout == "huggingface":
+        assert f"if the change is intended, delete {MANIFEST_FILE}" in str(caught.value)
+        (folder / MANIFEST_FILE).unlink()
+        write_manifest(opened, layout_of(folder))
+        assert verify(opened)
+
+
+def test_a_manifest_of_the_model_alone(huggingface: Path, tmp_path: Path) -> None:
+    """For a folder with files that change without the model, as the demo's."""
+    folder = tmp_path / "copy"
+    shutil.copytree(huggingface, folder)
+    (folder / MANIFEST_FILE).unlink()
+    write_manifest(open_folder(folder), layout_of(folder), covers_folder=False)
+    (folder / "train.py").write_text("print()")
+    assert verify(open_folder(folder)) == verify(open_folder(huggingface))
+    flip(folder)
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        verify(open_folder(folder))

@@ -55,7 +55,7 @@ def refused(run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 
 
 def test_the_demo_is_verified_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """If this fails, rewrite the demo's manifest: ``diffumesh verify --write_manifest``."""
+    """If this fails after a training, delete its manifest, then run ``diffumesh verify --write_manifest``."""
     verify.run(["verify"])
     said = capsys.readouterr()
     assert "bytes of weights intact" in said.out
