@@ -27,6 +27,10 @@ from checkpoints.storage import Storage
 
 # Marks an unfinished conversion, and contains a text that identifies it.
 MARK_FILE = "diffumesh.converting"
+# Other names of the schemes of object stores, with which fsspec reads.
+_SAME_SCHEMES = {"gcs": "gs", "s3a": "s3"}
+# Only a folder with one of these files is replaced: others are not checkpoints.
+_CHECKPOINT_FILES = {"config.json", MANIFEST_FILE, MARK_FILE}
 
 
 @dataclass
@@ -85,6 +89,8 @@ class FolderOutput:
                 raise CheckpointError(f"{self.path} is a file or a link, which is not replaced; name another output")
             if self.path.exists() and not overwrite:
                 raise CheckpointError(f"{self.path} exists; name another output, or pass --overwrite to replace it")
+            if self.path.exists():
+                _check_replaced(self.place, os.listdir(self.path))
             said = self.clean_up()
             if said and self.path.exists() and not overwrite:
                 raise CheckpointError(f"{said[0]}; it exists: name another output, or pass --overwrite to replace it")
@@ -94,14 +100,20 @@ class FolderOutput:
     def check_inputs(self, inputs: Iterable[CheckpointFolder | Path]) -> None:
         """Check that the output does not contain an input, which would be deleted with the old output.
 
+        Nor is it in a checkpoint with a manifest, which would no longer load: it had files that its manifest lacks.
+
         Raises:
-          CheckpointError: it contains one.
+          CheckpointError: it contains one, or is in one.
         """
         place = self.path.resolve()
         for one in inputs:
             path = one if isinstance(one, Path) else one.path
             if place in path.resolve().parents:
                 raise CheckpointError(f"{self.path} contains the input {path}; name another output")
+            if path.resolve() in place.parents and (path / MANIFEST_FILE).exists():
+                raise CheckpointError(
+                    f"{self.path} is in the input {path}, whose manifest lists all of its files; name another output"
+                )
 
     def clean_up(self) -> list[str]:
         """Remove what an interrupted conversion left, and restore the checkpoint that it was about to replace.
@@ -247,6 +259,7 @@ class ObjectOutput:
             return [f"an earlier conversion was interrupted: removed what it left in {self.place}"]
         if not overwrite:
             raise CheckpointError(f"{self.place} exists; name another output, or pass --overwrite to replace it")
+        _check_replaced(self.place, names)
         return [
             f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
             "new one is written there is no checkpoint"
@@ -258,10 +271,11 @@ class ObjectOutput:
         Raises:
           CheckpointError: it contains one, or is in one.
         """
-        there = f"{unquote(self.place).rstrip('/')}/"
+        there = _folder_url(self.place)
         for one in inputs:
-            if isinstance(one, CheckpointFolder) and one.remote is not None:
-                here = f"{unquote(one.place).rstrip('/')}/"
+            # Also one that was downloaded from there, which would be deleted although only a cache still has it.
+            if isinstance(one, CheckpointFolder) and "://" in one.name:
+                here = _folder_url(one.name)
                 if here.startswith(there) or there.startswith(here):
                     raise CheckpointError(
                         f"{self.place} is an input of the conversion, or contains one; name another output"
@@ -287,6 +301,21 @@ class ObjectOutput:
 
 
 Output = FolderOutput | ObjectOutput
+
+
+def _check_replaced(place: str, names: list[str]) -> None:
+    """Check that a folder, given the names in it, is empty, a checkpoint, or what a conversion left of one."""
+    if names and _CHECKPOINT_FILES.isdisjoint(names):
+        raise CheckpointError(
+            f"{place} is not a checkpoint (it has no config.json), so it is not replaced; it contains "
+            f"{', '.join(sorted(names))!s:.200}; name another output"
+        )
+
+
+def _folder_url(url: str) -> str:
+    """Return the URL of a folder in one spelling of all, with a slash at its end."""
+    scheme, _, rest = unquote(url).partition("://")
+    return f"{_SAME_SCHEMES.get(scheme, scheme)}://{rest.rstrip('/')}/"
 
 
 def output_at(place: str | Path) -> Output:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints import CheckpointError, loading, open_folder
+from checkpoints import CheckpointError, CheckpointFolder, loading, open_folder
 from checkpoints.conversion import convert
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE
@@ -84,6 +84,24 @@ def test_a_checkpoint_is_not_converted_onto_itself(output: str, url: str, micro:
     source = open_folder(url)
     with pytest.raises(CheckpointError, match="is an input of the conversion, or contains one"):
         convert(source, model_layout(parse_config(source.config)), target)
+    assert server.objects == before
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/models/plain", "gs://bucket/models", "gcs://bucket/models/pl%61in/"])
+def test_a_downloaded_input_is_not_deleted(url: str, micro: Path, server: ObjectStore) -> None:
+    """A Hugging Face folder there is downloaded, so that only a cache would still have it."""
+    server.objects.clear()
+    storage = Storage.at("gs://bucket/models/plain")
+    for path in micro.iterdir():
+        storage.write(path.name, path.read_bytes())
+    before = dict(server.objects)
+    source = CheckpointFolder(micro, url, fetched=True)
+    targets = [ObjectOutput(Storage.at(f"gs://bucket/{name}")) for name in ("models", "models/plain")]
+    for target in targets:
+        with pytest.raises(CheckpointError, match="is an input of the conversion, or contains one"):
+            convert(source, layout_of(micro), target)
+        with pytest.raises(CheckpointError, match="is an input of the conversion, or contains one"):
+            target.check_inputs([open_folder(micro), source])
     assert server.objects == before
 
 
@@ -167,6 +185,8 @@ def test_what_is_no_checkpoint_of_ours_is_not_removed(url: str, micro: Path) -> 
     storage.write("somebody's/data", b"dear to them")
     with pytest.raises(CheckpointError, match="exists"):
         to_store(micro, url)
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint .* it contains somebody's/data; name another"):
+        to_store(micro, url, overwrite=True)
     assert storage.names() == ["somebody's/data"]
 
 

@@ -19,6 +19,7 @@ from checkpoints.export import export_checkpoint
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput, output_at
 from checkpoints.source import Index, StoredTensors
+from checkpoints.verification import verify
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
 
 
@@ -59,12 +60,35 @@ def test_an_input_within_the_output_is_kept(micro: Path, tmp_path: Path) -> None
     source = tmp_path / "model" / "plain"
     shutil.copytree(micro, source)
     output = FolderOutput(tmp_path / "model")
-    output.prepare(overwrite=True)
     with pytest.raises(CheckpointError, match="contains the input"):
         convert(open_folder(source), layout_of(source), output)
     with pytest.raises(CheckpointError, match="contains the input"):
         export_checkpoint(open_folder(source), output)
     assert contents(source) == contents(micro)
+
+
+def test_an_input_whose_manifest_lists_its_files_stays_whole(micro: Path, tmp_path: Path) -> None:
+    canonical = to_canonical(micro, tmp_path / "canonical")
+    output = FolderOutput(canonical / "int8")
+    output.prepare(overwrite=False)
+    with pytest.raises(CheckpointError, match=r"is in the input .*, whose manifest lists all of its files"):
+        convert(open_folder(canonical), layout_of(canonical), output)
+    assert verify(open_folder(canonical))
+    plain = tmp_path / "plain"
+    shutil.copytree(micro, plain)
+    assert contents(to_canonical(plain, plain / "canonical")) == contents(plain)
+
+
+def test_only_checkpoints_are_replaced(micro: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(micro, models / "one")
+    (models / "notes.txt").write_text("dear to them")
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint \(it has no config.json\).* notes.txt, one; name"):
+        FolderOutput(models).prepare(overwrite=True)
+    assert contents(models / "one") == contents(micro)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (models / "one" / name).unlink(missing_ok=True)
+    FolderOutput(models / "one").prepare(overwrite=True)  # damaged, but a checkpoint
 
 
 def test_what_appears_during_a_conversion_is_not_replaced(micro: Path, tmp_path: Path) -> None:
