@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,18 @@ _HEAD_POSITIONS_DEFAULT = 512
 _MAX_HEAD_POSITIONS_PER_ROW = 128
 
 
+@dataclass
+class _Model:
+    """What a runner and its :meth:`Runner.over_data` share: replaced weights are replaced for both."""
+
+    weights: Weights
+
+
 class Runner:
     """Weights on a mesh and the programs compiled for them.
 
     Attributes:
       layout: the model on its mesh.
-      weights: the model's weights.
       dtype: dtype of the weights.
       cache_dtype: dtype of the KV cache.
       platform: ``cpu``, ``gpu`` or ``tpu``.
@@ -105,7 +111,7 @@ class Runner:
         if max_batch is not None and max_batch < 1:
             raise InputError(f"max_batch is {max_batch}; expected at least 1, or None")
         self.layout = layout
-        self.weights = weights
+        self._model = _Model(weights)
         self.dtype = jnp.dtype(weights.final_norm.dtype)
         self._device = layout.mesh.devices.flat[0]
         self.platform: str = self._device.platform
@@ -119,6 +125,15 @@ class Runner:
         self.row_unit = layout.spec.data
         self.draft = draft
         check_attention(layout, attention, self.dtype)
+
+    @property
+    def weights(self) -> Weights:
+        """The model's weights: a pytree of arrays, sharded over the mesh."""
+        return self._model.weights
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._model.weights = weights
 
     def over_data(self, canvases: int) -> Runner:
         """Return this runner with all rows on every ``data`` shard, and the canvases of their passes divided over it.

@@ -176,6 +176,14 @@ def test_rows_on_every_shard_come_in_any_number() -> None:
     assert peaks[0] == peaks[1] < peaks[2]
 
 
+def test_rows_on_every_shard_have_the_replaced_weights() -> None:
+    engine = Engine.load(golden_cases.FOLDER, "data=2")
+    spread = engine.runner.over_data(2)
+    assert spread.weights is engine.weights
+    engine.replace_weights(jax.tree.map(lambda leaf: 2 * leaf, engine.weights))
+    assert spread.weights is engine.weights
+
+
 def test_rows_on_every_shard_are_copied_by_their_own_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of equal shapes may be divided over ``data`` or not; each of several processes copies whole arrays."""
     runner, config = golden_cases.engine("data=2").runner, GREEDY.replace(draft_steps=1)
