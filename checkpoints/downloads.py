@@ -53,15 +53,15 @@ def open_folder(
         precedence over the Hub. For an Orbax checkpoint at a URL, only configuration, tokenizer and licence are
         downloaded; its tensors are read from the URL. Other folders are downloaded with fsspec, which may need a
         library for the scheme.
-      revision: branch, tag or commit on the Hub.
+      revision: branch, tag or commit on the Hub; an error for folders and URLs, which have none.
       token: Hub token; default is the one that huggingface_hub finds.
-      offline: use only the Hub's local cache.
+      offline: use only this machine: its folders and the Hub's local cache.
       weights: whether to download the weights; otherwise only configuration, tokenizer and licence are guaranteed.
       lora: the folder, URL or Hub name of a LoRA adapter to merge into the weights. With None, a folder that is already
         open keeps its adapter, and others get none. From the Hub, the adapter's newest revision is used.
 
     Raises:
-      CheckpointError: there is no such folder, or it cannot be downloaded.
+      CheckpointError: there is no such folder, it has no revisions, or it cannot be downloaded.
     """
     folder = path if isinstance(path, CheckpointFolder) else _open(path, weights, revision, token, offline)
     if lora is None:
@@ -73,6 +73,10 @@ def _open(path: str | Path, weights: bool, revision: str | None, token: str | No
     text = str(path)
     try:
         local = local_path(path)
+        if revision is not None and (local is None or local.exists()):
+            raise CheckpointError(f"{text}: revision={revision} needs a Hub name; folders and URLs have no revisions")
+        if local is None and offline:
+            raise CheckpointError(f"{text}: with offline, a checkpoint is a folder here or in the Hub's local cache")
         if local is None:
             return _open_remote_orbax(text) or CheckpointFolder(_fetch_url(text, weights), text, fetched=True)
         if local.is_dir():

@@ -56,6 +56,11 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
     integers = {source: leaf.integers for leaf in leaves if leaf.quantized for source in leaf.sources}
     problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found.by_name]
     unused = {_HEAD} if parse_config(folder.config).tied_embeddings else set()
+    problems += [
+        f"shape: {name} is {list(found[name].shape)}, which has no elements or no dimension"
+        for name in found.by_name.keys() & unused
+        if not all(found[name].shape or [0])
+    ]
     unknown = found.by_name.keys() - expected.keys() - unused
     problems += [f"unknown: {name:.200} {list(found[name].shape)}" for name in found.by_name if name in unknown]
     for name, copies in found.by_name.items():
@@ -92,8 +97,13 @@ def kept_quantization(folder: CheckpointFolder, asked: str) -> str:
     return folder.quantization if folder.quantization != "none" else asked
 
 
-def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
+def check_weights(folder: CheckpointFolder, layout: ModelLayout, verify: str = "full") -> str | None:
     """Check, without reading data, that a checkpoint has exactly the declared weights, and that its adapter fits them.
+
+    Args:
+      folder: the checkpoint.
+      layout: its model; no mesh is needed.
+      verify: how the weights will be loaded, see :func:`load_weights`. Only ``none`` leaves out the manifest here.
 
     Returns:
       The dtype in which they are stored; None if there are several.
@@ -101,7 +111,7 @@ def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
     Raises:
       CheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors, or says what is damaged.
     """
-    found = open_tensors(folder, verify="sizes")
+    found = open_tensors(folder, verify="none" if verify == "none" else "sizes")
     leaves = stored_leaves(folder, layout)
     check_tensors(folder, leaves, found)
     open_adapter(folder, layout)

@@ -31,6 +31,7 @@ from runtime.planner.default import choose_layout
 from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, stop_tests, stream_texts
 from runtime.text.draft_checkpoint import draft_model, load_draft, open_draft
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
+from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
 logger = logging.getLogger("diffumesh")
@@ -97,7 +98,7 @@ class Engine(TokenEngine):
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
           draft: folder, URL or Hub name of a draft model with the same vocabulary, loaded with the same options.
           revision, draft_revision, token, offline: Hub revisions and access token; ``offline`` forbids network access.
-          verify: ``full`` checks the digests, if there are any; ``sizes`` only shapes and dtypes; ``none`` nothing.
+          verify: ``full`` checks all digests, if any; ``sizes`` small files, shapes and dtypes; ``none`` nothing.
           progress: function that is called with the number of bytes read so far and the total number of bytes.
 
         Raises:
@@ -105,10 +106,10 @@ class Engine(TokenEngine):
         """
         check_options(dtype=dtype, attention=attention, kv_cache=kv_cache, quantize=quantize, verify=verify)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        folder, drafting = _open_models(path, lora, draft, (revision, draft_revision), token, offline)
+        folder, drafting = _open_models(path, lora, draft, (revision, draft_revision), token, offline, verify)
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
-        stored = check_weights(folder, model_layout(config)) or config.dtype
+        stored = check_weights(folder, model_layout(config), verify) or config.dtype
         fitting: dict[str, Any] = {"stored": stored, "rows": rows, "quantize": kept_quantization(folder, quantize)}
         fitting["draft"] = draft_model(drafting, quantize)
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, **fitting)
@@ -246,6 +247,8 @@ class Engine(TokenEngine):
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
             return super().score(input_ids, targets, attention_mask, **options)
+        if attention_mask is not None:
+            raise InputError("attention_mask is for token ids; texts are padded here")
         ids, mask = self.encode(texts)
         found = unpadded_rows(super().score(ids, ids, mask, **options), mask)
         return found[0] if isinstance(input_ids, str) else found
@@ -286,8 +289,11 @@ def _open_models(
     revisions: tuple[str | None, str | None],
     token: str | None,
     offline: bool,
+    verify: str,
 ) -> tuple[CheckpointFolder, CheckpointFolder | None]:
     """Open the checkpoints of a model and of its draft model, None without one, each at its own revision."""
     hub: dict[str, Any] = {"token": token, "offline": offline}
     folder = open_folder(path, revision=revisions[0], lora=lora, **hub)
-    return folder, None if draft is None else open_draft(folder, draft, revision=revisions[1], **hub)
+    if draft is None and revisions[1] is not None:
+        raise InputError("draft_revision requires draft", field="draft_revision")
+    return folder, None if draft is None else open_draft(folder, draft, revision=revisions[1], verify=verify, **hub)

@@ -138,7 +138,7 @@ def open_draft_checkpoint(values: flags.FlagValues, folder: CheckpointFolder) ->
     if not values.draft_checkpoint:
         raise InputError("--draft_checkpoint is empty: name a folder, a URL or a Hub name", field="draft_checkpoint")
     draft = open_named(values.draft_checkpoint, revision=values.draft_revision, offline=values.offline)
-    return open_draft(folder, draft)
+    return open_draft(folder, draft, verify=values.verify)
 
 
 def fingerprints(folder: CheckpointFolder, draft: CheckpointFolder | None) -> dict[str, str]:

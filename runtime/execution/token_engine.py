@@ -116,7 +116,7 @@ class TokenEngine:
         folder = open_folder(source, offline=offline)
         if found := self.config.differences(parse_config(folder.config)):
             raise InputError(f"{folder.name}: the model differs from this engine's ({'; '.join(found)})")
-        check_weights(folder, self.layout)
+        check_weights(folder, self.layout, verify)
         self.runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
 
     # ---- generation -------------------------------------------------------------------------------------------

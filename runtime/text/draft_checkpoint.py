@@ -21,6 +21,7 @@ def open_draft(
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
+    verify: str = "full",
 ) -> CheckpointFolder:
     """Open the checkpoint of a draft model, and check that it fits the model. No weights are read, no device is used.
 
@@ -28,6 +29,7 @@ def open_draft(
       model: the model's checkpoint.
       draft: the draft model's folder, URL or Hub name, or its opened checkpoint.
       revision, token, offline: see :func:`checkpoints.open_folder`.
+      verify: see :func:`checkpoints.loading.check_weights`.
 
     Raises:
       InputError: the folder has no autoregressive model with the model's vocabulary.
@@ -38,7 +40,7 @@ def open_draft(
     own, other = TextTokenizer.from_folder(model), TextTokenizer.from_folder(folder)
     vocabularies = (None if own is None else own.vocabulary, None if other is None else other.vocabulary)
     check_draft_model(parse_config(model.config), config, folder.name, vocabularies)
-    check_weights(folder, model_layout(config))
+    check_weights(folder, model_layout(config), verify)
     return folder
 
 

@@ -64,7 +64,7 @@ class TextTokenizer:
         has_bpe = all((folder.path / file).is_file() for file in ("vocab.json", "merges.txt"))
         if not has_json and not has_bpe:
             return None
-        _check_versioned_files(folder)
+        versioned = _check_versioned_files(folder)
         name = "PreTrainedTokenizerFast" if has_json else find_family(folder.config).tokenizer_class
         try:
             found = read_tokenizer_file(folder) if has_json else None
@@ -72,7 +72,7 @@ class TextTokenizer:
                 # Not AutoTokenizer: it could load a class whose code is in the folder.
                 import transformers
 
-                files = {} if has_json else _bpe_files(folder)
+                files = _bpe_files(folder) if not has_json else {} if versioned else _json_file(folder)
                 loader = getattr(transformers, name)
                 found = loader.from_pretrained(str(folder.path), local_files_only=True, **files)
         except BaseException as error:  # the libraries raise many exception types for a damaged file
@@ -228,16 +228,20 @@ class TextTokenizer:
         return before, between, after
 
 
-def _check_versioned_files(folder: CheckpointFolder) -> None:
+def _check_versioned_files(folder: CheckpointFolder) -> bool:
     """Check the files beside the weights, and that ``tokenizer_config.json`` names no others for the tokenizer.
 
     transformers reads one of its ``fast_tokenizer_files`` instead of ``tokenizer.json``, wherever that file is.
+
+    Returns:
+      Whether it has such a list, so that transformers chooses the file.
 
     Raises:
       CheckpointError: a file is too large, is a link out of the folder, or is not one of those that are checked.
     """
     names = folder.side_files()
-    listed = (folder.read_json("tokenizer_config.json") or {}).get("fast_tokenizer_files") or []
+    config = folder.read_json("tokenizer_config.json") or {}
+    listed = config.get("fast_tokenizer_files") or []
     if not isinstance(listed, list):
         listed = [listed]
     for name in listed:
@@ -246,6 +250,19 @@ def _check_versioned_files(folder: CheckpointFolder) -> None:
                 f"{folder.path / 'tokenizer_config.json'}: fast_tokenizer_files has {name!r:.200}; expected names of "
                 f"files in this folder such as tokenizer.4.0.0.json"
             )
+    if listed and config.get("tokenizer_file") is not None:
+        raise CheckpointError(
+            f"{folder.path / 'tokenizer_config.json'}: fast_tokenizer_files and tokenizer_file are there; expected one"
+        )
+    return bool(listed)
+
+
+def _json_file(folder: CheckpointFolder) -> dict[str, str | None]:
+    """Return the argument by which transformers reads ``tokenizer.json``.
+
+    Otherwise, older versions prefer a path to anywhere that ``tokenizer_config.json`` has as ``tokenizer_file``.
+    """
+    return {"tokenizer_file": str(folder.path / "tokenizer.json")}
 
 
 def _bpe_files(folder: CheckpointFolder) -> dict[str, str | None]:

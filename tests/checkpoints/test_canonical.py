@@ -145,6 +145,11 @@ def test_huggingface_folder_with_manifest(micro: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="is damaged"):
         Engine.load(copy)
     Engine.load(copy, verify="sizes")  # the caller's choice
+    (copy / "generation_config.json").write_text('{"steps": 3}')
+    with pytest.raises(CorruptCheckpointError, match=r"added|its digest is wrong"):
+        Engine.load(copy, verify="sizes")
+    engine = Engine.load(copy, verify="none")
+    engine.replace_weights(copy, verify="none")
 
 
 def damage(data: bytes, generator: random.Random) -> bytes:

@@ -94,6 +94,22 @@ def test_a_manifest_may_list_files_that_are_not_fetched(upload: Callable[[Path],
     assert not [path for path in folder.names() if path in UNREAD]
 
 
+@pytest.mark.parametrize("kind", ["folder", "url", "hub"])
+def test_revisions_and_offline(kind: str, request: pytest.FixtureRequest, source: Path) -> None:
+    """Other weights than those that were asked for are never loaded, and nothing is fetched where that is forbidden."""
+    place = str(source) if kind == "folder" else request.getfixturevalue("memory" if kind == "url" else "hub")(source)
+    if kind == "hub":
+        assert open_folder(place, revision="main", offline=True).fetched
+        return
+    with pytest.raises(CheckpointError, match="revision=main needs a Hub name"):
+        open_folder(place, revision="main")
+    if kind == "folder":
+        assert open_folder(place, offline=True).path == source
+    else:
+        with pytest.raises(CheckpointError, match="with offline, a checkpoint is a folder here"):
+            open_folder(place, offline=True)
+
+
 def test_partial_files_of_killed_downloads_are_removed(memory: Callable[[Path], str], source: Path) -> None:
     """Only those that are a day old are removed: another process may be writing a newer one."""
     name = memory(source)

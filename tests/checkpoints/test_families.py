@@ -124,6 +124,15 @@ def test_a_stored_head_of_a_tied_model_is_not_used(kind: str, tmp_path: Path) ->
     assert verify(folder) == sum(one.nbytes for one in named(tmp_path / "source").values())
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), ()])
+def test_an_unused_head_of_no_size_is_named(shape: tuple[int, ...], tmp_path: Path) -> None:
+    random_model("qwen2 tied").save_pretrained(tmp_path)
+    tensors = named(tmp_path) | {"lm_head.weight": np.zeros(shape, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"shape: lm_head\.weight is .*, which has no elements"):
+        write_manifest(open_folder(tmp_path), layout_of(tmp_path))
+
+
 def test_an_incomplete_folder_is_not_exported(tmp_path: Path) -> None:
     random_model("qwen2").save_pretrained(tmp_path / "source")
     tensors = named(tmp_path / "source")

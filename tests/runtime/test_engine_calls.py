@@ -375,5 +375,7 @@ def test_scores_of_texts_are_those_of_their_tokens(demo: Engine) -> None:
         ids, _ = demo.encode(text)
         np.testing.assert_allclose(scores, demo.score(ids, ids)[0], atol=1e-5)
         np.testing.assert_allclose(scores, demo.score(text), atol=1e-5)
+    with pytest.raises(InputError, match="attention_mask is for token ids"):
+        demo.score(texts, attention_mask=np.ones((2, 3)))
     halved = demo.score(texts[0], temperature=2.0)
     assert np.abs(halved - found[0]).max() > 1e-2

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import Tokenizer, models
 
 from checkpoints import CheckpointError, open_folder
@@ -70,6 +71,27 @@ def test_a_configuration_that_names_other_files(request: pytest.FixtureRequest, 
     with pytest.raises(CheckpointError) as caught:
         encode(folder, "a")
     assert f"{folder / CONFIG}: fast_tokenizer_files has {name!r}; expected" in str(caught.value)
+
+
+def test_a_file_elsewhere_is_not_read(folder: Path) -> None:
+    """Some versions of transformers prefer it; see the arguments that they get."""
+    outside = folder.parent / "outside.json"
+    save_words(outside, "b", "a")
+    settings = {"tokenizer_file": str(outside), "vocab_file": str(outside)}
+    (folder / CONFIG).write_text(json.dumps(settings))
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        loader = transformers.PreTrainedTokenizerFast.from_pretrained
+        patch.setattr(
+            transformers.PreTrainedTokenizerFast,
+            "from_pretrained",
+            lambda *arguments, **options: calls.append(options) or loader(*arguments, **options),
+        )
+        assert encode(folder, "a") == [1]
+    assert [call["tokenizer_file"] for call in calls] == [str(folder / "tokenizer.json")]
+    (folder / CONFIG).write_text(json.dumps({"fast_tokenizer_files": ["tokenizer.json"]} | settings))
+    with pytest.raises(CheckpointError, match="fast_tokenizer_files and tokenizer_file"):
+        encode(folder, "a")
 
 
 @pytest.mark.parametrize("listed", ["tokenizer.9.json", {"tokenizer.9.json": 1}, 3, [None], [["tokenizer.json"]]])
