@@ -77,16 +77,19 @@ def device_lines(devices: Sequence[Any]) -> Iterator[str]:
         yield f"host {process_index}: devices {', '.join(own)}"
 
 
-def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Iterator[str]:
-    """Yield lines with the sizes of the tensor axis that the model allows, their memory, and the default mesh."""
-    memory = device_memory(jax.local_devices()[0])
-    for size in tensor_sizes(config, weights_class(config), len(devices)):
-        needed = weight_bytes(model_layout(config, MeshSpec(tensor=size)), dtype)
+def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str, quantization: str = "none") -> Iterator[str]:
+    """Yield lines with the sizes of the tensor axis that the model allows, their memory, and the default mesh.
+
+    ``quantization`` is that of the stored weights, which devices keep.
+    """
+    memory, kept = device_memory(jax.local_devices()[0]), dtype if quantization == "none" else quantization
+    for size in tensor_sizes(config, weights_class(config), len(devices), quantization):
+        needed = weight_bytes(model_layout(config, MeshSpec(tensor=size), quantization=quantization), dtype)
         room = ""
         if memory is not None:
             room = "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "little or no room for activations"
-        yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {dtype} weights on each device  {room}"
-    spec = default_mesh(config, devices, dtype, len(devices))
+        yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {kept} weights on each device  {room}"
+    spec = default_mesh(config, devices, dtype, len(devices), quantization)
     yield f"for a batch of {len(devices)}: --mesh={spec}"
 
 
@@ -121,7 +124,7 @@ def main(values: flags.FlagValues) -> None:
     start_devices(values, {"checkpoint": folder_fingerprint(folder)})
     devices = jax.devices()
     section("devices", device_lines(devices))
-    section("meshes for this checkpoint", mesh_lines(config, devices, config.dtype))
+    section("meshes for this checkpoint", mesh_lines(config, devices, config.dtype, folder.quantization))
     mesh = probe_mesh(spec, devices)
     section("collectives", collective_lines(mesh, values.megabytes))
     section("checkpoint", checkpoint_lines(folder))

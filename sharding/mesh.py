@@ -57,7 +57,8 @@ class MeshSpec:
         """Parse the axis sizes in a string such as ``"data=2,sequence=1,tensor=4"``. Missing axes have size 1.
 
         Raises:
-          MeshError: an axis is unknown or repeated, a size is not a positive integer or -1, or several sizes are -1.
+          MeshError: no axis is given, an axis is unknown or repeated, a size is not a positive integer or -1, or
+            several sizes are -1.
         """
         names = [field.name for field in fields(cls)]
         example = f'write for example "data=2,sequence=1,tensor=4" (axes: {", ".join(names)}; one may be -1)'
@@ -72,6 +73,8 @@ class MeshSpec:
             if name in sizes:
                 raise MeshError(f'mesh "{text}": axis "{name}" is given twice')
             sizes[name] = size
+        if not sizes:
+            raise MeshError(f'mesh "{text}": names no axis; {example}')
         return cls(**sizes)
 
     @property

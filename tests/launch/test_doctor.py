@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import DEMO
-from launch import doctor, verify
+from launch import convert, doctor, verify
 from launch.process import collectives, environment
 from runtime import MeshSpec
 
@@ -48,6 +48,18 @@ def test_everything_is_said(
         assert any(line.startswith(axis) and "correct sums" in line and "GB/s" in line for line in text.splitlines())
     assert f"{cache}: mode 700, " in text
     assert "hunter" not in text
+
+
+def test_quantized_weights_stay_quantized(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    convert.run(["convert", f"--source={DEMO}", f"--output={tmp_path / 'int8'}", "--quantize=int8"])
+    capsys.readouterr()
+    sizes = {}
+    for place in (DEMO, tmp_path / "int8"):
+        text = page(capsys, "--mesh=tensor=2", f"--checkpoint={place}", "--compile_cache=")
+        (line,) = [line.split() for line in text.splitlines() if line.startswith("tensor=1 ")]
+        sizes[line[4]] = float(line[1])
+    assert list(sizes) == ["bfloat16", "int8"]
+    assert sizes["int8"] < 0.8 * sizes["bfloat16"]
 
 
 def test_a_damaged_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

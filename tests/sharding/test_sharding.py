@@ -41,6 +41,8 @@ def test_parse() -> None:
         ("tensor=two", "cannot read"),
         ("data=-1,tensor=-1", "only one"),
         ("data=-2", "positive"),
+        ("", "names no axis"),
+        (" , ", "names no axis"),
         ("tensor=99999999999999999999", "cannot read"),
     ],
 )
