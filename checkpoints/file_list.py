@@ -58,6 +58,6 @@ def parse_files(text: str, where: str) -> dict[str, StoredFile]:
         files = {str(name): StoredFile(int(size), str(said)) for name, (size, said) in body["files"].items()}
         if outside := [name for name in files if not is_inside(name)]:
             raise ValueError(f"{outside[0]!r:.200} is not the name of a file in this folder")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where}: the list of files is invalid ({error!s:.300})") from error
     return files

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import random
 import resource
@@ -23,6 +24,7 @@ import pytest
 
 from checkpoints import open_folder
 from checkpoints.errors import CheckpointError, CorruptCheckpointError
+from checkpoints.file_list import StoredFile, dump_files, parse_files
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import check_tensors
 from checkpoints.manifest import MANIFEST_FILE, seal, unseal
@@ -251,6 +253,14 @@ def test_mutated(kind: str, count: int, tmp_path: Path) -> None:
     assert counts["refused"] > count // 3, "mutations do harm"
     assert counts["opened"] > count // 100, "and some do none"
     assert sum(counts.values()) == count
+
+
+@pytest.mark.parametrize("size", [math.inf, math.nan, "x", None, [1]])
+def test_a_size_that_is_no_number(size: object) -> None:
+    body = unseal(dump_files({"weights/a": StoredFile(1, "0" * 32)}), "")
+    assert body["files"] == {"weights/a": [1, "0" * 32]}
+    with pytest.raises(CorruptCheckpointError, match="the list of files is invalid"):
+        parse_files(seal(body | {"files": {"weights/a": [size, "0" * 32]}}), "here")
 
 
 @pytest.mark.parametrize("nested", ["[", '{"a":'])
