@@ -115,12 +115,18 @@ class AutoregressiveSlots(Slots):
         del step_limit
         self.request = replace(self.request, max_iterations=self._limit(max_iterations))
         self.state = replace(self.state, iteration=self._device_scalar(0))
+        reads, most = bool(self.unread), max_iterations
         if self._prefill_pending:
             self._prefill()
-        elif self.unread:
+        elif reads:
             self._prefill_chunks(chunks)
-        running = self._limit(max(1, min_running - len(self.unread)))
-        self.request = replace(self.request, min_running=running)
+        running = max(1, min_running - len(self.unread))
+        left = int((~np.asarray(self.whole()[1].done)).sum()) - len(self.unread) if reads else running
+        if 0 < left < running:
+            # Rows ended with their prompt. In a bucket where some row always does, the others would never advance.
+            running, most = 1, 1 if most is None else min(1, most)
+        limits = {"max_iterations": self._limit(most), "min_running": self._limit(running)}
+        self.request = replace(self.request, **limits)
         if max_iterations is None or max_iterations > int(np.asarray(self.state.iteration)):
             arguments = (self._weights, self.request, self.state)
             self.state = self._decode_program(arguments)(*arguments)

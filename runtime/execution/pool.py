@@ -204,8 +204,8 @@ class Pool:
         for one in plan.buckets:
             if one.number not in self._open:
                 self._open[one.number] = _Open(self._new_slots(Bucket(one.rows, one.width)))
-        # Move rows before inserting new ones, because prefills of new rows may overwrite caches that are still to move.
-        for rows in ([*moving, None], list(requests)) if moving else ([*requests, None],):
+        # Move rows before inserting new ones and evicting old ones: both may overwrite caches that are still to move.
+        for rows in (list(moving), [*requests, None]) if moving else ([*requests, None],):
             for one in plan.buckets:
                 there = self._open[one.number]
                 changes: dict[int, Row] = {}

@@ -101,6 +101,7 @@ class Slots(abc.ABC):
           chunks: maximum number of prompt chunks that each ``data`` shard reads (autoregressive); None for no limit.
           min_running: stop when fewer rows than this are running. With the number of occupied slots, the run ends in
             the iteration in which one of their rows does. Rows whose prompts are not completely read count as running.
+            Where rows end with their prompt, one iteration runs, so that the others advance whatever comes and goes.
 
         Returns:
           bool ``[B]``, the slots that are done; empty slots are done.
@@ -140,7 +141,7 @@ class Slots(abc.ABC):
     # ---- rows that come and go --------------------------------------------------------------------------------
 
     def insert(self, rows: Mapping[int, Row]) -> None:
-        """Insert rows into slots; None evicts the row of a slot.
+        """Insert rows into slots; None evicts the row of a slot. For rows that moved, :meth:`put_caches` follows.
 
         All arrays except caches go through the host, so no compiled program is needed.
         """
@@ -152,9 +153,11 @@ class Slots(abc.ABC):
             parts = self._fetch_rows()
             free, caches = (self.request, self.state), {name: getattr(self.state, name) for name in self._caches}
         # Masked positions have weight 0 in attention, but 0 times NaN is NaN, so NaN in the cache of the old row would
-        # spread to the new one. Whether a prompt left any is known only when it is read completely.
+        # spread to the new one. Whether a prompt left any is known only when it is read completely. The cache of a row
+        # that moves here replaces all of the old one, which may be of a row that moves away, and is copied later.
         unread = self.unread if self._cached and self.request is not None else []
-        to_clear = [slot for slot in rows if self._cached and (parts[1].non_finite[slot] or slot in unread)]
+        new = [slot for slot, row in rows.items() if self._cached and not isinstance(row, MovingRow)]
+        to_clear = [slot for slot in new if parts[1].non_finite[slot] or slot in unread]
         for slot, row in rows.items():
             for values, own in zip(jax.tree.leaves(parts), jax.tree.leaves(self._row_arrays(row)), strict=True):
                 values[slot] = own[0]

@@ -17,7 +17,9 @@ from runtime import (
     SchedulerPolicy,
 )
 from runtime.execution.autoregressive_slots import AutoregressiveSlots
+from runtime.execution.pool import Pool
 from runtime.execution.runner import PROMPT_CHUNKS
+from runtime.execution.step_plan import BucketPlan, Insertion, PoolPlan
 from tests.runtime.execution.test_offline import alone, autoregressive, qwen2, same
 
 __all__ = ["qwen2"]
@@ -90,3 +92,74 @@ def test_prompts_are_read_in_the_order_of_their_arrival(qwen2: str, mesh: str, m
     # Each shard reads one prompt after another, and no prompt waits for one that came after it.
     assert sorted(order) == list(range(len(asked)))
     assert all(abs(place - row) <= (0 if data == 1 else 3) for place, row in enumerate(order))
+
+
+@pytest.mark.parametrize("mesh", ["tensor=1", pytest.param("data=2,sequence=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("successor", ["nothing", "a new row", "a row that moves", "an exchange"])
+def test_a_partly_read_prompt_moves_with_what_was_read(
+    qwen2: str, mesh: str, successor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever takes its slot in the same step."""
+    monkeypatch.setitem(PROMPT_CHUNKS, "cpu", CHUNK)
+    engine, single = autoregressive(qwen2, mesh), autoregressive(qwen2, "tensor=1")
+    generator, data = np.random.default_rng(1), engine.layout.spec.data
+    config = SamplingConfig(max_new_tokens=3, log_probabilities=True)
+    asked = [RowRequest(generator.integers(1, engine.config.vocab_size, LONG).tolist(), config, n) for n in range(3)]
+    pool = Pool.open(engine.runner, PoolShape(config, 64, 4 * data, widths=(64,)))
+    rows = 2 * data
+    free = [None] * (rows - 2)
+
+    def run(insert: list[int], *slots: list[int | None]) -> dict[int, RowResult]:
+        buckets = [BucketPlan(number, rows, 64, own, 1) for number, own in enumerate(slots)]
+        outcome = pool.execute(PoolPlan(0, [Insertion(row, asked[row]) for row in insert], buckets))
+        return {one.number: one for one in outcome.results}
+
+    # Row 0 has read two of six chunks when it moves.
+    places: list[list[int | None]] = [[0, None, *free], [1, None, *free]]
+    run([0], [0, None, *free], [None, None, *free])
+    assert not run([1], *places)
+    insert, places = {
+        "nothing": ([], [[None, None, *free], [0, 1, *free]]),
+        "a new row": ([2], [[2, None, *free], [0, 1, *free]]),
+        "a row that moves": ([], [[1, None, *free], [0, None, *free]]),
+        "an exchange": ([], [[1, None, *free], [None, 0, *free]]),
+    }[successor]
+    found = run(insert, *places)
+    for _ in range(60):
+        places = [[None if row in found else row for row in own] for own in places]
+        if not any(row is not None for own in places for row in own):
+            break
+        found |= run([], *places)
+    assert sorted(found) == ([0, 1, 2] if insert else [0, 1])
+    for number, result in found.items():
+        same(result, alone(single, asked[number]))
+
+
+@pytest.mark.parametrize("ends", ["max_new_tokens", "stop token"])
+def test_rows_of_one_token_keep_no_other_waiting(qwen2: str, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that ends with its prompt frees its slot at once, and still the others advance in each of its steps."""
+    monkeypatch.setitem(PROMPT_CHUNKS, "cpu", CHUNK)
+    engine = autoregressive(qwen2, "tensor=1")
+    config = SamplingConfig(max_new_tokens=24, log_probabilities=True)
+    prompt = [3, 1, 4, 1, 5]
+    if ends == "stop token":
+        first = int(alone(engine, RowRequest(prompt, config, 0)).sequence[len(prompt)])
+        short = RowRequest(prompt, config.replace(stop_token_ids=(first,)), 0)
+    else:
+        short = RowRequest(prompt, config.replace(max_new_tokens=1), 0)
+    long = RowRequest([2, 7, 1], config, 0)
+    executor = Executor(engine.runner, [PoolShape(config, 64, 2, widths=(64,), max_programs=2)])
+    scheduler = Scheduler([pool.limits for pool in executor.pools], SchedulerPolicy(step_seconds=1e9))
+    handle, ended, steps = RequestHandle(rows=[long]), 0, 0
+    scheduler.add(handle)
+    while not handle.closed:
+        scheduler.add(RequestHandle(rows=[short], owner="another"))
+        for event in scheduler.update(executor.execute(scheduler.schedule(float(steps))), float(steps)):
+            if isinstance(event, RowFinished):
+                if event.handle is handle:
+                    same(event.result, alone(engine, long))
+                else:
+                    ended += 1
+        steps += 1
+        assert steps < 40, "the row does not advance"
+    assert ended >= steps - 3
