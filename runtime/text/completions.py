@@ -15,6 +15,9 @@ from runtime.text.tokenizer import TextTokenizer, UndecodableError
 
 # New tokens are decoded together with this many tokens before them, because the text of a token may depend on these.
 _CONTEXT = 4
+# What decoders return for the bytes of a character that is not complete, which are at most three.
+_INCOMPLETE = "\ufffd"
+_MAX_INCOMPLETE = 3
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,16 @@ def cut_completion(
 
 def _tokens_within(tokenizer: TextTokenizer, tokens: Sequence[int], length: int) -> int:
     """Return the largest number of tokens whose text has at most ``length`` characters."""
-    counts = range(1, len(tokens) + 1)
-    return bisect.bisect_right(counts, length, key=lambda count: len(tokenizer.decode(tokens[:count])))
+
+    def characters(count: int) -> int:
+        return len(tokenizer.decode(tokens[:count]))
+
+    found = bisect.bisect_right(range(1, len(tokens) + 1), length, key=characters)
+    if tokenizer.decode(tokens[: found + 1]).endswith(_INCOMPLETE):
+        # Some decoders turn all bytes since the last ordinary token into these characters until a character is whole,
+        # so the lengths do not always ascend.
+        return next((count for count in range(len(tokens), found, -1) if characters(count) <= length), found)
+    return found
 
 
 def _before_end(tokens: Sequence[int], end_token_ids: Collection[int]) -> list[int]:
@@ -218,22 +229,31 @@ class _IncrementalDecoder:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._context: list[int] = []  # last tokens whose text has been returned completely
+        self._before = ""  # their text
         self._open: list[int] = []  # tokens after them, whose last character may be incomplete
         self._given = 0  # characters of the open tokens that have been returned
 
     def push(self, tokens: Sequence[int], last: bool) -> str:
         """Return the text that these tokens add. With ``last``, this includes text that was held back."""
         self._open += tokens
-        before = self._tokenizer.decode(self._context) if self._context else ""
-        text = self._tokenizer.decode([*self._context, *self._open])[len(before) :]
-        whole = text if last else text.rstrip("\ufffd")
+        text = self._tokenizer.decode([*self._context, *self._open])[len(self._before) :]
+        whole = text if last else text.rstrip(_INCOMPLETE)
         piece = whole[self._given :]
         if len(whole) == len(text):
-            self._context = [*self._context, *self._open][-_CONTEXT:]
+            self._set_context([*self._context, *self._open])
             self._open, self._given = [], 0
         else:
             self._given = len(whole)
         return piece
+
+    def _set_context(self, tokens: list[int]) -> None:
+        """Keep the last few tokens, from the beginning of a character: some decoders read no byte after half of one."""
+        last = max(0, len(tokens) - _CONTEXT)
+        for start in range(last, max(-1, last - _MAX_INCOMPLETE - 1), -1):
+            self._context = tokens[start:]
+            self._before = self._tokenizer.decode(self._context) if self._context else ""
+            if not self._before.startswith(_INCOMPLETE):
+                return
 
 
 class TextStream:

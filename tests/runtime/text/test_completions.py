@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models
 
 from runtime.text.completions import StopSearch, TextStream, cut_completion, stop_tests, stream_texts
-from runtime.text.tokenizer import UndecodableError
+from runtime.text.tokenizer import TextTokenizer, UndecodableError
 
 END = 256
 
@@ -24,6 +26,43 @@ class Bytes:
         self.decoded += 1
         self.tokens += len(tokens)
         return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def byte_fallback() -> tuple[TextTokenizer, dict[str, int]]:
+    """A tokenizer that spells characters with tokens of one byte, which decode to nothing else until they are whole."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"ab": 256, "<end>": 257}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return TextTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer), "bytes"), vocabulary
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_characters_of_bytes_that_are_decoded_together(seed: int) -> None:
+    """Half a character spoils the whole characters before it, back to the last token that is no byte."""
+    chance, (tokenizer, vocabulary) = random.Random(seed), byte_fallback()
+    for _ in range(40):
+        words = chance.choices(["龘", "靐", "é", "😀", "x", "ab"], k=chance.randint(1, 12))
+        tokens = [
+            token
+            for word in words
+            for token in (
+                [vocabulary["ab"]] if word == "ab" else [vocabulary[f"<0x{byte:02X}>"] for byte in word.encode()]
+            )
+        ]
+        stop = ["".join(chance.choices(words, k=chance.randint(1, 3)))] if chance.random() < 0.5 else []
+        text = "".join(words)
+        cut = min((text.find(one) for one in stop), default=-1)
+        expected = text[:cut] if cut >= 0 else text
+        found, kept, _ = cut_completion(tokenizer, tokens, [257], stop)
+        assert found == expected
+        assert tokenizer.decode(kept) == expected
+        looks = sorted(chance.randint(0, len(tokens)) for _ in range(chance.randint(0, 20)))
+        pieces = stream_texts(tokenizer, [[tokens[:count]] for count in (*looks, len(tokens))], [257], stop)
+        assert "".join(piece for (piece,) in pieces) == expected, (text, stop, looks)
+        if stop and cut >= 0:
+            search = StopSearch(tokenizer, [257], stop)
+            answers = [search(tokens[:count], count == len(tokens)) for count in range(len(tokens) + 1)]
+            assert answers[-1] == len(kept)
 
 
 def popped(text: str, stop: Sequence[str]) -> tuple[str, int]:
