@@ -140,8 +140,8 @@ class Subject:
 
     @property
     def queue(self) -> int:
-        """``--max_queue`` of the servers: room for all requests of a load."""
-        return max(_LEAST_QUEUE, len(self.asks))
+        """``--max_queue`` of the servers: room for all requests of a load, from one client, which may not fill it."""
+        return max(_LEAST_QUEUE, len(self.asks) * 8 // 7 + 1)
 
     def arguments(self, checkout: Checkout) -> list[str]:
         """Return the flags for a checkout's server."""

@@ -18,7 +18,7 @@ from launch.openai.bodies import Defaults
 from launch.openai.objects import parse_object
 from launch.serving.bodies import MAX_NAMES, RequestBody
 from launch.serving.engine import ServingEngine
-from launch.serving.errors import ApiError, from_input_error
+from launch.serving.errors import ApiError, from_input_error, too_late
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.readers import Readers
@@ -122,7 +122,7 @@ class Backend:
           chat: whether to use the threads for chats.
 
         Raises:
-          ApiError: the server is busy or shutting down, the body is not JSON, or a value is wrong.
+          ApiError: the server is busy or shutting down, it takes too long, the body is not JSON, or a value is wrong.
           pydantic.ValidationError: the body does not match ``kind``.
         """
         arrived = time.monotonic()
@@ -145,8 +145,13 @@ class Backend:
             return body, read(body)
 
         readers = self._chat_readers if chat else self._readers
-        body, reading = await readers.run(request.state.owner, parse)
-        longest, wanted = self._limits.request_seconds, body.timeout
+        longest = self._limits.request_seconds
+        try:
+            async with asyncio.timeout(arrived + longest - time.monotonic()):
+                body, reading = await readers.run(request.state.owner, parse)
+        except TimeoutError:
+            raise too_late(longest) from None
+        wanted = body.timeout
         deadline = arrived + (longest if wanted is None else min(wanted, longest))
         return ReadRequest(arrived, deadline, body, reading)
 

@@ -46,6 +46,7 @@ _REPORT_SECONDS = 0.5  # between two reports of the hosts, unless host 0 has com
 _COMPILER_SECONDS = 10.0  # to wait for a compilation that is running when the server ends
 _RATE_SAMPLES = 64  # number of finish times from which the rate of service is estimated
 _MAX_RETRY_SECONDS = 60
+_RESERVED = 8  # one in so many places of the queue is kept for clients without waiting rows
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class ServingEngine:
         Args:
           hosts: the connection to the other hosts.
           metrics: the metrics to update.
-          max_queue: maximum number of rows that wait for a slot.
+          max_queue: maximum number of rows that wait for a slot. Clients that have waiting rows leave an eighth of it
+            to the others, so that nobody can lock them out.
           grace_period: seconds to finish accepted requests after the server is told to stop.
         """
         self.state: State = "warming up"
@@ -248,7 +250,8 @@ class ServingEngine:
         with self._lock:
             self.check_room()
             assert self.scheduler is not None
-            if self._waiting + handle.remaining > self._max_queue:
+            kept = self._max_queue // _RESERVED if self.scheduler.awaits(handle.owner) else 0
+            if self._waiting + handle.remaining > self._max_queue - kept:
                 self.metrics.refused("queue full")
                 raise busy(self._retry_after())
             self.scheduler.add(handle)
@@ -271,7 +274,8 @@ class ServingEngine:
     def fail(self, error: ApiError) -> None:
         """Answer every request that is not finished with an error."""
         with self._lock:
-            for handle in self.scheduler.unfinished if self.scheduler else ():
+            # Not the scheduler's unfinished requests: the results of one that it has finished may not be delivered yet.
+            for handle in list(self._streams):
                 self._refuse(handle, error)
 
     def _refuse(self, handle: RequestHandle, error: ApiError) -> None:

@@ -86,7 +86,8 @@ class Reader:
     def serve(self, executor: Executor) -> None:
         """Set the executor whose slots will decode the requests."""
         self._executor = executor
-        self.widest = max(pool.width for pool in executor.pools)
+        # A bucket may be wider than the model's positions.
+        self.widest = min(max(pool.width for pool in executor.pools), self._defaults.model.max_positions)
 
     @property
     def can_chat(self) -> bool:

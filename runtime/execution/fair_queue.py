@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """A round-robin queue over the owners of its items. Not thread-safe."""
+    """A round-robin queue over the owners of its items; ``in`` tells whether an owner has any. Not thread-safe."""
 
     def __init__(self) -> None:
         """Create an empty queue."""
@@ -21,6 +21,9 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+    def __contains__(self, owner: Hashable) -> bool:
+        return owner in self._queues
 
     def push(self, owner: Hashable, item: Item, rank: float = 0.0) -> None:
         """Add an item after the owner's items of the same or a lower rank. A new owner is served after all others."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -116,6 +116,10 @@ class Scheduler:
             self._score_queue.push(handle.owner, ScheduledRow(handle, index))
         self.waiting += handle.remaining
         self._requests.add(handle)
+
+    def awaits(self, owner: Hashable) -> bool:
+        """Return whether rows or score passes of an owner are waiting."""
+        return any(owner in queue for queue in (*(pool.queue for pool in self._pools), self._score_queue))
 
     def abort(self, handle: RequestHandle) -> bool:
         """Abort a request. At the next step, its waiting rows leave the queue, and its rows in slots are evicted.
@@ -236,7 +240,9 @@ class Scheduler:
         rows, policy = [self._rows[row] for row in bucket.rows], self.policy
         new = any(map(policy.awaits_first_token, rows))
         ended = self._until_ended(pool, bucket)
-        until_end = sorted(row.remaining for row in rows)[ended - 1] if ended else policy.max_iterations
+        # Rows whose prompts are being read take no part in iterations.
+        ends = sorted(row.remaining for row in rows if not row.unread)
+        until_end = ends[ended - 1] if 0 < ended <= len(ends) else policy.max_iterations
         return BucketStatus(pool.received[bucket.number], pool.estimate(bucket.bucket), new, until_end)
 
     def _until_ended(self, pool: PoolState, bucket: OpenBucket) -> int:
@@ -312,8 +318,9 @@ class Scheduler:
             prompt = len(row.request.tokens)
             certain = final_tokens(canvas, prompt)
             self._note_prefix(row, len(certain), now)
-            if (canvas[:prompt] >= 0).all():  # otherwise, masks inside the prompt are still open
-                row.run_stop_test(certain, whole=False)
+            # While masks inside the prompt are open, there is no text to search; but the test may end the row anyway.
+            filled = (canvas[:prompt] >= 0).all()
+            row.run_stop_test(certain if filled else certain[:0], whole=False)
             if row.handle.stream:
                 self._events.append(CanvasChanged(row.handle, row.index, canvas[prompt:]))
         for result in outcome.results:

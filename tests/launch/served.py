@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import jax
 import openai
+import pytest
 
 from checkpoints import DEMO
 from launch.hosts.host import Host
@@ -21,7 +22,16 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.reading import Mode
 from launch.serving.server import Server
-from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, StepOutcome
+from runtime import (
+    DiffusionConfig,
+    Engine,
+    Executor,
+    PoolShape,
+    SamplingConfig,
+    SchedulerPolicy,
+    StepOutcome,
+    StepPlan,
+)
 
 PATIENCE = 60.0
 
@@ -128,3 +138,23 @@ def offline(found: Served, prompts: list[str], **changes: Any) -> list[Any]:
         own.setdefault("steps", own["max_new_tokens"])
     config = found.defaults.config.replace(**own)
     return found.engine.generate(prompts, config, num_return_sequences=samples, stop=stop, suffixes=suffixes)
+
+
+@contextmanager
+def slowly(found: Served, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.5) -> Iterator[threading.Event]:
+    """Until the event is set, every step takes ``seconds`` and runs one iteration."""
+    executor, scheduler, gate = found.server.serving.executor, found.server.serving.scheduler, threading.Event()
+    assert executor is not None
+    assert scheduler is not None
+    real = executor.execute
+
+    def execute(plan: StepPlan) -> StepOutcome:
+        if plan.pools:
+            gate.wait(seconds)
+        return real(plan)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(executor, "execute", execute)
+        changed.setattr(scheduler, "policy", SchedulerPolicy(max_iterations=1))
+        yield gate
+        gate.set()

@@ -8,8 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.turns import Turns
-from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
+from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, StepPlan
 from runtime.execution.runner import weight_bytes
 from sharding.errors import InputError
 from tests.launch.hostile.sending import port, post_head
-from tests.launch.served import PATIENCE, OneHost, Served, demo, offline, served, wait_for
+from tests.launch.served import PATIENCE, OneHost, Served, demo, offline, served, slowly, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
 CONFIG = DiffusionConfig.published(12, 0.8)
@@ -204,26 +203,6 @@ def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytes
             thread.join(PATIENCE)
         assert statuses == [503] * 6
         assert len(read) == 2, "the other bodies are not read"
-
-
-@contextmanager
-def slowly(found: Served, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.5) -> Iterator[threading.Event]:
-    """Until the event is set, every step takes ``seconds`` and runs one iteration."""
-    executor, scheduler, gate = found.server.serving.executor, found.server.serving.scheduler, threading.Event()
-    assert executor is not None
-    assert scheduler is not None
-    real = executor.execute
-
-    def execute(plan: StepPlan) -> StepOutcome:
-        if plan.pools:
-            gate.wait(seconds)
-        return real(plan)
-
-    with monkeypatch.context() as changed:
-        changed.setattr(executor, "execute", execute)
-        changed.setattr(scheduler, "policy", SchedulerPolicy(max_iterations=1))
-        yield gate
-        gate.set()
 
 
 def test_rooms_and_deadlines(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_a_stopped_row_that_is_aborted_is_evicted_without_a_result() -> None:
     assert (scheduler.running, scheduler.schedule(slots.now)) == (0, StepPlan())
 
 
-def test_nothing_stops_a_row_before_the_masks_of_its_prompt_are_filled() -> None:
+def test_no_text_is_searched_before_the_masks_of_a_prompt_are_filled() -> None:
     scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01, hidden=3)
     seen: list[int] = []
 
@@ -156,4 +156,18 @@ def test_nothing_stops_a_row_before_the_masks_of_its_prompt_are_filled() -> None
 
     scheduler.add(RequestHandle(rows=rows(6), stop_tests=[look]))
     drain(scheduler, slots)
-    assert seen == [0, 1, 2, 6]
+    assert seen == [0, 0, 0, 1, 2, 6]
+
+
+def test_a_row_whose_prompt_has_masks_ends_when_it_is_told_to() -> None:
+    """As after Ctrl-C: the test that ends it needs no text."""
+    scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01, hidden=30)
+    told: list[bool] = []
+    scheduler.add(RequestHandle(rows=rows(50), stop_tests=[lambda tokens, whole: len(tokens) if told else None]))
+    for _ in range(3):
+        step(scheduler, slots)
+    assert scheduler.running == 1
+    told.append(True)
+    for _ in range(2):
+        step(scheduler, slots)
+    assert scheduler.running == 0

@@ -1,0 +1,81 @@
+"""Bounds of a server: the queue's last places, reads that hang, and rows that only a bucket has room for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import openai
+import pytest
+
+from checkpoints import DEMO
+from launch.serving.keys import Keys
+from launch.serving.limits import Limits
+from runtime import DiffusionConfig, Engine
+from tests.launch.served import PATIENCE, demo, served, slowly, wait_for
+
+CONFIG = DiffusionConfig.published(12, 0.8)
+PROMPT = "def is_even(number):\n"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return demo()
+
+
+def test_one_key_cannot_lock_out_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with waiting rows leaves an eighth of the queue to those that have none."""
+    texts = [f"key-of-{name}-which-is-long" for name in "ab"]
+    with (
+        served(engine, CONFIG, limits=Limits(queue=16, rows=16), keys=Keys(texts)) as found,
+        slowly(found, monkeypatch),
+    ):
+        clients = [found.client().with_options(api_key=key) for key in texts]
+
+        def ask(number: int, count: int) -> Iterator[Any]:
+            prompts = [PROMPT] * count
+            more = {"timeout": PATIENCE}
+            return iter(clients[number].completions.create(model="demo", prompt=prompts, stream=True, extra_body=more))
+
+        held = [ask(0, 4)]
+        scheduler = found.server.serving.scheduler
+        assert scheduler is not None
+        wait_for(lambda: scheduler.waiting == 2)
+        held.append(ask(0, 12))
+        assert scheduler.waiting == 14
+        with pytest.raises(openai.RateLimitError):
+            ask(0, 1)
+        held.append(ask(1, 2))
+        assert scheduler.waiting == 16
+        with pytest.raises(openai.RateLimitError):
+            ask(1, 1)
+
+
+def test_a_reader_that_hangs_is_not_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(engine, CONFIG, limits=Limits(request_seconds=0.5)) as found, monkeypatch.context() as changed:
+        gate = threading.Event()
+        changed.setattr(found.server.reader, "generation", lambda body: gate.wait(PATIENCE))
+        answer = found.post("/v1/completions", {"prompt": "x"})
+        gate.set()
+        assert answer.status_code == 408
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_a_bucket_that_is_wider_than_the_model(tmp_path: Path) -> None:
+    """A row that fits into the bucket, but not into the model, is refused, also for scores."""
+    folder, longest = tmp_path / "model", 100
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__", "*.manifest.json"))
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": longest}
+    (folder / "config.json").write_text(json.dumps(config))
+    with served(Engine.load(folder, "data=1", devices=jax.devices()[:1]), CONFIG, canvas=(longest,)) as found:
+        assert found.server.serving.executor is not None
+        assert found.server.serving.executor.pools[0].width > longest
+        assert found.get("/v1/models").json()["data"][0]["max_model_len"] == longest
+        for length, status in ((longest, 200), (longest + 1, 400)):
+            assert found.post("/v1/score", {"input": [5] * length}).status_code == status
+        assert found.get("/health").status_code == 200
