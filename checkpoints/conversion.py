@@ -34,6 +34,7 @@ from checkpoints.source import DTYPES, StoredTensors
 from checkpoints.storage import Storage
 from checkpoints.writing import Cut, Sources, orbax_cuts, write_groups, write_parts
 from runtime.models.declarations import ModelLayout
+from runtime.models.families import find_family
 
 
 def convert(
@@ -214,7 +215,7 @@ class _Conversion:
             name: replace(entry, digests=tuple(joined[name][number] for number in range(math.prod(entry.grid))))
             for name, entry in self._sources.entries.items()
         }
-        changes = _dtype_changes(self.source, self.dtype)
+        changes = _dtype_changes(self.source, self.dtype) | _name_changes(self.source)
         if self.target.quantization != "none":
             changes[QUANTIZATION_KEY] = self.target.quantization
         storage = self.output.storage
@@ -234,6 +235,14 @@ def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str
         return {}
     said = [key for key in ("torch_dtype", "dtype") if key in source.config]
     return dict.fromkeys(said or ["torch_dtype"], dtype)
+
+
+def _name_changes(source: CheckpointFolder) -> dict[str, str]:
+    """Return the change to ``config.json`` that keeps the source's name, if published settings are chosen by it."""
+    family, own = find_family(source.config), str(source.config.get("_name_or_path", ""))
+    if family.published_settings(source.model_names) == family.published_settings(own):
+        return {}
+    return {"_name_or_path": source.name}
 
 
 def copy_side_files(source: CheckpointFolder, target: Storage, changes: Mapping[str, str]) -> dict[str, str]:

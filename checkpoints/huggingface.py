@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -19,6 +21,9 @@ from runtime.models.families import find_family
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_NAME = 200
+# About so many bytes of a tensor are read at a time.
+PIECE_BYTES = 256 << 20
+_MOST_ITEM_BYTES = 4
 _DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
@@ -91,11 +96,31 @@ def open_file(path: Path, count: BytesRead) -> list[StoredTensor]:
     return found
 
 
+def _in_pieces(view: Any, index: Index) -> np.ndarray:
+    """Read a part of a tensor, a limited number of its rows at a time.
+
+    The library holds the interpreter's lock while it reads. On slow storage, a gigabyte at once would keep all other
+    threads, among them the one that tells the other hosts that this one is alive, from running for minutes.
+    """
+    shape = [part.stop - part.start for part in index]
+    step = PIECE_BYTES // max(1, _MOST_ITEM_BYTES * math.prod(shape[1:])) or 1
+    if not shape or step >= shape[0]:
+        return np.asarray(view[index])
+    whole: np.ndarray | None = None
+    for done in range(0, shape[0], step):
+        start = index[0].start + done
+        piece = view[(slice(start, min(start + step, index[0].stop)), *index[1:])]
+        whole = np.empty(shape, piece.dtype) if whole is None else whole
+        whole[done : done + len(piece)] = piece
+    assert whole is not None
+    return whole
+
+
 def _read(path: Path, name: str, count: BytesRead, index: Index) -> np.ndarray:
     # The library maps the file, and pages stay resident while it is open. So it is opened for each read.
     try:
         with safe_open(path, "numpy") as file:
-            data = file.get_slice(name)[index]
+            data = _in_pieces(file.get_slice(name), index)
     except (SafetensorError, OSError) as error:
         raise CorruptCheckpointError(f"{path}: tensor {name:.200} cannot be read ({first_line(error)})") from error
     count.add(data.nbytes)

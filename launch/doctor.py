@@ -87,7 +87,7 @@ def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str, quantiza
         needed = weight_bytes(model_layout(config, MeshSpec(tensor=size), quantization=quantization), dtype)
         room = ""
         if memory is not None:
-            room = "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "little or no room for activations"
+            room = "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "tight"
         yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {kept} weights on each device  {room}"
     spec = default_mesh(config, devices, dtype, len(devices), quantization)
     yield f"for a batch of {len(devices)}: --mesh={spec}"

@@ -23,6 +23,7 @@ MAX_RESTARTS=${MAX_RESTARTS:-5}
 RECONNECTS=${RECONNECTS:-20}
 RECONNECT_SECONDS=${RECONNECT_SECONDS:-15}
 ENVIRONMENT="\$HOME/diffumesh"
+EXTRAS=${EXTRAS:-tpu,gcs,serve} # of the package, which setup installs
 SECRET=diffumesh-hosts.secret # with which the hosts authenticate each other; setup writes it to every home folder
 
 # The programs below run on the hosts. Each host has a folder of its own, even where they share a home.
@@ -115,7 +116,7 @@ setup() {
   on_all_hosts "python3 -m pip install --quiet --user uv &&
     python3 -m uv venv --quiet --allow-existing --python 3.12 $ENVIRONMENT &&
     chmod 600 $SECRET &&
-    python3 -m uv pip install --quiet --python $ENVIRONMENT/bin/python '${wheel}[tpu]' &&
+    python3 -m uv pip install --quiet --python $ENVIRONMENT/bin/python '${wheel}[$EXTRAS]' &&
     $ENVIRONMENT/bin/diffumesh --version"
 }
 

@@ -18,6 +18,7 @@ from fsspec.asyn import AsyncFileSystem
 from checkpoints import CheckpointError, open_folder, urls
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.verification import verify, write_manifest
+from runtime.models.families import find_family
 from tests.checkpoints.small import contents, layout_of, to_canonical
 from tests.checkpoints.test_changes import write_folder
 
@@ -108,6 +109,21 @@ def test_revisions_and_offline(kind: str, request: pytest.FixtureRequest, source
     else:
         with pytest.raises(CheckpointError, match="with offline, a checkpoint is a folder here"):
             open_folder(place, offline=True)
+
+
+def test_a_conversion_keeps_the_name_by_which_settings_are_chosen(source: Path, tmp_path: Path) -> None:
+    """DiffuCoder's published temperature depends on the name, and the output has another one."""
+    named = tmp_path / "DiffuCoder-7B-cpGRPO"
+    shutil.copytree(source, named)
+    (named / MANIFEST_FILE).unlink()
+    folder = named
+    for number in range(2):
+        folder = to_canonical(folder, tmp_path / f"output {number}")
+        opened = open_folder(folder)
+        published = find_family(opened.config).published_settings(opened.model_names)
+        assert published["temperature"] == 0.4
+        assert opened.config == open_folder(named).config | {"_name_or_path": str(named)}
+    assert open_folder(to_canonical(source, tmp_path / "plain")).config == open_folder(source).config
 
 
 def test_partial_files_of_killed_downloads_are_removed(memory: Callable[[Path], str], source: Path) -> None:

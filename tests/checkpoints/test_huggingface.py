@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints import DEMO, load_weights, loading, open_folder
+from checkpoints.opening import open_tensors
 from runtime.models.families import model_layout, parse_config
 from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
@@ -179,6 +180,21 @@ def test_meshes_that_do_not_work(mesh: str, parts: list[str]) -> None:
     read: list[tuple[int, int]] = []
     fails(GOLDEN, *parts, error=MeshError, mesh=mesh, progress=lambda *count: read.append(count))
     assert not read
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 4096])
+def test_large_parts_are_read_in_pieces(
+    piece: int, tensors: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the pieces, other threads run, such as the one that tells other hosts that this one is alive."""
+    monkeypatch.setattr("checkpoints.huggingface.PIECE_BYTES", piece)
+    found = open_tensors(open_folder(GOLDEN))
+    for name, expected in tensors.items():
+        indices = [tuple(slice(0, size) for size in expected.shape), tuple(slice(1, size) for size in expected.shape)]
+        for index in (*indices, tuple(slice(2, 3) for _ in expected.shape)):
+            data = found[name].read(index)
+            assert (data.dtype, data.flags.c_contiguous) == (expected.dtype, True)
+            np.testing.assert_array_equal(data, expected[index])
 
 
 def test_progress_ends_with_all_bytes(tensors: dict[str, np.ndarray]) -> None:
