@@ -60,7 +60,7 @@ def define_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_string("revision", None, "Branch, tag or commit on the Hub.", flag_values=values)
-    flags.DEFINE_bool("offline", False, "Use only files in the Hub's local cache.", flag_values=values)
+    flags.DEFINE_bool("offline", False, "Use only folders here and the Hub's local cache.", flag_values=values)
     define_device_flags(values)
 
 

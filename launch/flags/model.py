@@ -48,7 +48,7 @@ def define_model_flags(values: flags.FlagValues) -> None:
         None,
         "Branch, tag or commit of the checkpoint on the Hub. A token is read from HF_TOKEN or the Hub's login.",
     )
-    flags.DEFINE_bool("offline", False, "Use only files in the Hub's local cache.", flag_values=values)
+    flags.DEFINE_bool("offline", False, "Use only folders here and the Hub's local cache.", flag_values=values)
     define_lora_flag(values)
     string(
         "draft_checkpoint",
