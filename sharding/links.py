@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from sharding.errors import MeshError
 from sharding.heads import HeadLayout
 from sharding.mesh import MESH_AXES, MeshSpec, arrange_devices
 from sharding.topology import Topology, places
@@ -67,6 +68,19 @@ class Wiring:
         """Place of every chip: ``[data, sequence, kv, group, 5]``; the last axis is (x, y, z, slice, host)."""
         rows = [(*place.coords, place.slice_index, place.process_index) for place in self.chips.flat]
         return np.array(rows).reshape(*self.chips.shape, 5)
+
+    def check_hosts(self) -> None:
+        """Check that the mesh can be mapped onto the chips, and that every host has one of them: every host takes part.
+
+        Raises:
+          MeshError: it cannot, or a host has none.
+        """
+        there = {place.process_index for place in places(self.topology)}
+        if idle := sorted(there - set(self._places[..., 4].flat)):
+            raise MeshError(
+                f"mesh {self.spec} has no device of host {', '.join(map(str, idle))} of {self.topology}, but every "
+                f"host takes part: use all {self.topology.num_devices} devices, for example with data=-1"
+            )
 
     @property
     def slices(self) -> int:

@@ -74,17 +74,17 @@ def _tpu(
 
 
 def _gpu(
-    name: str, kind: str, gib: int, bandwidth: float, tera: float, int8: float, link: float, network: float
+    name: str, kind: str, gib: float, bandwidth: float, tera: float, int8: float, link: float, network: float
 ) -> Chip:
     return Chip(
-        name, "gpu", kind, gib * _GIB, int(0.75 * gib * _GIB), 0, bandwidth * 1e12, tera * 1e12, int8 * 1e12,
+        name, "gpu", kind, int(gib * _GIB), int(0.75 * gib * _GIB), 0, bandwidth * 1e12, tera * 1e12, int8 * 1e12,
         link * 1e9, network * 1e9, 8, 0,
     )  # fmt: skip
 
 
 # Network bandwidths are assumptions: 400 Gb/s InfiniBand per GPU for H100 and H200, 200 Gb/s for A100, 25 Gb/s of the
 # host's network for L4 and RTX 4090, and 50 Gb/s per TPU chip. L4 and RTX 4090 have no NVLink; their link is PCIe 4.0
-# x16.
+# x16. Of the 24 GiB of an L4, its error correction leaves 22.5.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -92,7 +92,7 @@ CHIPS = {
         _tpu("v5e", "TPU v5 lite", 16, 15.75, 128, 0.81, 197, 394, 45, 6.25, 2),
         _tpu("v5p", "TPU v5", 95, 94.75, 0, 2.8, 459, 918, 90, 6.25, 3),
         _tpu("v6e", "TPU v6 lite", 32, 31.25, 128, 1.6, 920, 1840, 90, 6.25, 2),
-        _gpu("l4", "NVIDIA L4", 24, 0.3, 121, 242, 32, 3.125),
+        _gpu("l4", "NVIDIA L4", 22.5, 0.3, 121, 242, 32, 3.125),
         _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 24, 1.008, 165, 660, 32, 3.125),
         _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 1.555, 312, 624, 300, 25),
         _gpu("a100", "NVIDIA A100-SXM4-80GB", 80, 2.0, 312, 624, 300, 25),
@@ -162,7 +162,7 @@ class Place:
     """The place of a chip in a topology. It stands in for a JAX device when devices are arranged into a mesh.
 
     Attributes:
-      id: number of the device, counted host by host.
+      id: number of the device.
       platform: ``tpu`` or ``gpu``.
       device_kind: JAX's name for the chip.
       coords: position within the slice, ``(x, y, z)``.
@@ -269,10 +269,15 @@ def places(topology: Topology) -> list[Place]:
             found.append(Place(len(found), "gpu", chip.device_kind, (0, 0, 0), 0, 0, host))
         return found
     x, y, z = (*topology.shape, 1)[:3]
+    # A slice of several hosts has 2 x 2 chips on each of them, also where one host alone may have eight.
+    side = 2 if x * y * z > chip.chips_per_host else max(x, y, z)
+    hosts: dict[tuple[int, ...], int] = {}
     for index in range(topology.count):
         for coords in itertools.product(range(z), range(y), range(x)):
             at = (coords[2], coords[1], coords[0])
-            found.append(Place(len(found), "tpu", chip.device_kind, at, 0, index, len(found) // chip.chips_per_host))
+            own = (index, at[0] // side, at[1] // side, at[2] if side == 2 else 0)
+            host = hosts.setdefault(own, len(hosts))
+            found.append(Place(len(found), "tpu", chip.device_kind, at, 0, index, host))
     return found
 
 

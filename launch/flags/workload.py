@@ -122,6 +122,13 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
             f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token; leave "
             "them out"
         )
+    if values.block_length is not None and values.cache == "none":
+        raise InputError(
+            "--block_length needs --cache=prefix, dual or exact: a plan without a cache has the published blocks",
+            field="block_length",
+        )
+    if values.draft_axis is not None and not values.draft_steps:
+        raise InputError("--draft_axis needs --draft_steps", field="draft_axis")
     block_length = config.attention_block_length or Workload.block_length
     return name if draft is None else f"{name} with the draft model {draft[0]}", Workload(
         config,

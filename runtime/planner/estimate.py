@@ -378,12 +378,12 @@ def estimate_workload(workload: Workload, topology: Topology, spec: MeshSpec) ->
     """Estimate a workload on one mesh.
 
     Raises:
-      MeshError: the mesh has more devices than the topology, the model cannot be divided over it, it cannot be mapped
-        onto the chips, or an axis other than ``data`` would cross slices.
+      MeshError: the model cannot be divided over the mesh, the mesh cannot be mapped onto the chips or leaves out a
+        host, or an axis other than ``data`` would cross slices.
     """
     spec = spec.resolve(topology.num_devices)
     found = Estimate(workload, topology, workload.layout(spec))
-    found._wiring.link(("data",))  # raises if the mesh cannot be mapped onto the chips
+    found._wiring.check_hosts()
     return found
 
 

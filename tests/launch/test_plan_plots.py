@@ -70,7 +70,7 @@ def test_a_plot_shows_what_does_not_fit(capsys: pytest.CaptureFixture[str], monk
 def test_a_plot_needs_matplotlib_before_anything_is_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as caught:
         plan.run([*HERE[:2], "--topology=v5e:2x4", f"--plot={tmp_path / 'plan.png'}"])
     assert caught.value.code == 2

@@ -155,10 +155,33 @@ def test_chips_that_a_mesh_leaves_idle_are_paid_for() -> None:
 
 
 def test_a_mesh_within_one_slice_sends_nothing_across() -> None:
-    topology = parse_topology("2xv5e:2x4")
-    for data, sends in ((2, False), (4, True)):
-        found = estimate_workload(Workload(MODEL, batch=16), topology, MeshSpec(data=data, tensor=4)).main_phase
+    for text, data, sends in (("v5e:2x4", 2, False), ("2xv5e:2x4", 4, True)):
+        spec, workload = MeshSpec(data=data, tensor=4), Workload(MODEL, batch=16)
+        found = estimate_workload(workload, parse_topology(text), spec).main_phase
         assert any(one.kind == "send" for one in found.collectives) == sends
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "idle"),
+    [
+        ("2x8xh100", "tensor=4", "host 1 of"),
+        ("2xv5e:2x4", "data=2,tensor=4", "host 1 of"),
+        ("v5e:4x4", "tensor=4", "host 2, 3 of"),
+        ("v5e:4x4", "data=2,tensor=4", "host"),
+        ("v5e:4x4", "data=4,tensor=4", None),
+        ("v5e:2x4", "tensor=4", None),
+        ("8xh100", "tensor=4", None),
+        ("v4:2x2x4", "data=4,tensor=4", None),
+    ],
+)
+def test_every_host_takes_part(topology: str, mesh: str, idle: str | None) -> None:
+    """As in a run, which refuses a mesh that leaves a host out."""
+    arguments = Workload(MODEL, batch=16), parse_topology(topology), MeshSpec.parse(mesh)
+    if idle is None:
+        assert estimate_workload(*arguments).fits
+        return
+    with pytest.raises(MeshError, match=f"{idle}.*every host takes part"):
+        estimate_workload(*arguments)
 
 
 @pytest.mark.parametrize(
