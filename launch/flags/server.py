@@ -91,7 +91,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
     seconds(
         "read_timeout", 10.0, "Seconds within which a client must send the headers, and then the body, of a request."
     )
-    seconds("write_timeout", 30.0, "Seconds for which a client may leave a response unread.")
+    seconds("write_timeout", 30.0, "Seconds in which a client must read the next 256 KB of a response, or its rest.")
     seconds("unhealthy_after", 60.0, "Seconds that one step of the engine may take before /health reports a stall.")
     seconds("grace", 30.0, "Grace period: seconds to finish accepted requests after SIGTERM.")
 

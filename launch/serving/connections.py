@@ -17,6 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from launch.serving.errors import ApiError
 from launch.serving.limits import Limits
 
+# Bytes of a long response that a client must read within the time limit, so that a slow one gets it, and one that reads
+# a byte now and then does not hold the memory forever.
+_LEAST_READ = 256 << 10
+
 
 class Connections:
     """All open connections, and the ASGI application that serves them."""
@@ -126,7 +130,19 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Start the timer that closes the connection if the client leaves the response unread for too long."""
         self._protocol.pause_writing()
-        self._write_timer = self._loop.call_later(self._limits.write_seconds, self._transport.abort)
+        self._watch_reading()
+
+    def _watch_reading(self) -> None:
+        """Close the connection if the client reads less than :data:`_LEAST_READ` until the timer ends."""
+        before = self._transport.get_write_buffer_size()
+
+        def check() -> None:
+            if before - self._transport.get_write_buffer_size() < _LEAST_READ:
+                self._transport.abort()
+            else:
+                self._watch_reading()
+
+        self._write_timer = self._loop.call_later(self._limits.write_seconds, check)
 
     def resume_writing(self) -> None:
         """Stop the timer: the client reads again."""

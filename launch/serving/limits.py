@@ -23,7 +23,7 @@ class Limits:
       connections: maximum number of open connections.
       request_seconds: maximum seconds from the arrival of a request to its end. A request can set a shorter timeout.
       read_seconds: seconds in which a request's head must arrive, and then its body.
-      write_seconds: seconds for which a client may leave a response unread.
+      write_seconds: seconds in which a client must read the next 256 KB of a response, or its rest.
       stall_seconds: seconds that one engine step, or reading one body, may take before ``/health`` reports a stall.
       grace_period: seconds in which to finish accepted requests after SIGTERM.
     """

@@ -29,6 +29,13 @@ _KILL_SECONDS = 1.0
 _MAX_ANSWER_BYTES = 256 << 20
 _REFUSED = "messages: the chat template cannot render them"
 _PROGRAM = Path(__file__).with_name("render_process.py")
+# Variables that Python needs. Others may be secrets, such as HF_TOKEN, and templates come from others.
+_PASSED_ON = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SYSTEMROOT")
+_PASSED_PREFIXES = ("LC_", "PYTHON")
+
+
+def _is_passed_on(name: str) -> bool:
+    return name in _PASSED_ON or name.startswith(_PASSED_PREFIXES)
 
 
 class TemplateTimeoutError(InputError):
@@ -127,7 +134,7 @@ class _Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **own},
+                env={name: value for name, value in os.environ.items() if _is_passed_on(name)} | own,
                 start_new_session=True,  # so that Ctrl+C reaches only the parent
             )
         except OSError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import openai
 import pytest
 
 from checkpoints import DEMO
+from launch.serving.backend import Backend
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
@@ -79,3 +82,19 @@ def test_a_bucket_that_is_wider_than_the_model(tmp_path: Path) -> None:
         for length, status in ((longest, 200), (longest + 1, 400)):
             assert found.post("/v1/score", {"input": [5] * length}).status_code == status
         assert found.get("/health").status_code == 200
+
+
+def test_who_reads_slowly_and_steadily_gets_everything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pause is shorter than the time limit, and the whole response takes much longer."""
+    size = 12 << 20
+    with served(engine, CONFIG, limits=Limits(write_seconds=1.0)) as found, monkeypatch.context() as changed:
+        changed.setattr(Backend, "model", lambda backend: {"id": "x" * size})
+        there = ("127.0.0.1", int(found.url.rpartition(":")[2]))
+        with socket.create_connection(there, timeout=PATIENCE) as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            slow.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            got = 0
+            while data := slow.recv(1 << 19):
+                got += len(data)
+                time.sleep(0.02)
+        assert got > size

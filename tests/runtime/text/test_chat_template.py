@@ -100,6 +100,24 @@ def test_a_child_killed_while_idle_is_replaced(monkeypatch: pytest.MonkeyPatch) 
         os.waitid(os.P_PID, started[-1].pid, os.WEXITED | os.WNOWAIT)  # ended, and still to be noticed
 
 
+def test_a_child_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that breaks out of its sandbox must not find the tokens of this process."""
+    for name in ("HF_TOKEN", "DIFFUMESH_HOSTS_SECRET", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "hunter2")
+    started: list[dict[str, str]] = []
+    popen = subprocess.Popen
+
+    def start(*arguments: Any, env: dict[str, str], **options: Any) -> Any:
+        started.append(env)
+        return popen(*arguments, env=env, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert TemplateRenderer(seconds=50.0).render("{{ messages[0].role }}", [MESSAGES], {}, True) == ["user"]
+    (environment,) = started
+    assert "hunter2" not in environment.values()
+    assert environment["PATH"] == os.environ["PATH"]
+
+
 class Impatient(TemplateRenderer):
     """Renders the first message's content, but times out for "boom". Counts the conversations of each call."""
 
