@@ -11,15 +11,14 @@ which code the tests compare tokens and logits with.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from absl import flags
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from launch.display.console import PipedConsole
 from launch.process.startup import run_launcher
 from runtime import FAMILIES, Choice, DiffusionConfig, Family, declared_parameters, parse_config
 
@@ -97,7 +96,7 @@ def print_table(families: Iterable[Family]) -> None:
         lines += ["infilling (suffix)"] if ways["suffix"] else []
         presets = [f"{name} ({parse_config(raw).num_layers} layers)" for name, raw in family.presets.items()]
         table.add_row(family_key(family), family.attention, "\n".join(presets), "\n".join(lines), family.verified)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    PipedConsole(160).print(table)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -35,6 +35,7 @@ LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
 Form = Literal["plain", "completion", "chat"]
+_URLS = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(slots=True)
@@ -245,6 +246,18 @@ def _identity(record: Mapping[str, Any]) -> str:
     return value
 
 
+def _check_call(record: Mapping[str, Any], form: Form) -> None:
+    """Check that an OpenAI batch request asks for what its body is for.
+
+    Raises:
+      InputError: it has another method or URL, or unknown fields.
+    """
+    nothing_else({name: value for name, value in record.items() if name not in ("custom_id", "body")}, "method url")
+    for name, expected in (("method", "POST"), ("url", _URLS[form])):
+        if record.get(name) not in (None, expected):
+            raise InputError(f"{name}: {record[name]!r:.100}; for this body expected {expected}", field=name)
+
+
 def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dict[str, Any]]:
     """Return the format of a line's results and the fields of its request, under the names of our parameters.
 
@@ -262,8 +275,8 @@ def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dic
         body = record.get("body")
         if not isinstance(body, dict):
             raise InputError("body: expected an object with a prompt or messages")
-        nothing_else({name: value for name, value in record.items() if name not in ("custom_id", "body")}, "method url")
         form = "chat" if "messages" in body else "completion"
+        _check_call(record, form)
     else:
         body = dict(record)
         body.pop("id", None)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 
 import jax
 from absl import flags
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from launch.display.console import PipedConsole
 from launch.process.startup import is_main_process, start_devices
 from runtime import (
     CheckpointFolder,
@@ -78,8 +77,7 @@ def print_layout(layout: ModelLayout, dtype: str) -> None:
             f"{100 * (whole - used) / used:.2f} %",
         )
         total, stored, canonical = total + local, stored + whole, canonical + used
-    width = None if sys.stdout.isatty() else 240  # a pipe gets whole lines
-    console = Console(width=width)
+    console = PipedConsole(240)
     console.print(table)
     heads, gigabytes = layout.heads, layout.bytes_per_device(dtype) / 1e9
     console.print(

@@ -63,6 +63,6 @@ def _read(file: IO[bytes], where: str) -> str:
     if len(data) > MAX_PROMPT_BYTES:
         raise InputError(f"{where}: larger than {MAX_PROMPT_BYTES} bytes")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: cannot be read as UTF-8 text ({error})") from error

@@ -118,8 +118,13 @@ class Processes:
             process.wait()
 
     def finish_output(self) -> None:
-        """Wait until all output has been copied."""
-        for thread in self._readers:
+        """Wait until all output has been copied: results for as long as their reader takes, messages for 5 s at most.
+
+        All processes have ended, so nothing more is written.
+        """
+        results, *messages = self._readers
+        results.join()
+        for thread in messages:
             thread.join(timeout=5.0)
 
 

@@ -134,6 +134,8 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
     if hosts == 1:
         return Place(0, 1)
     name, port = _split_address(address, values.coordinator_port, where)
+    if values.control_port == port:
+        raise InputError(f"--control_port={port} is the coordinator's port ({where}); name another one")
     return Place(
         host=host,
         hosts=hosts,

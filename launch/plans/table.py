@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from launch.display.console import PipedConsole
 from launch.plans.topology_plan import TopologyPlan
 from runtime.planner import (
     Estimate,
@@ -95,7 +94,7 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
                 cells = [str(found.spec), f"{found.memory.total / 1e9:.2f}", "", f"{usable / 1e9:.2f}", lacks]
                 cells.append("does not fit")
                 table.add_row(*cells, *[""] * (len(table.columns) - len(cells)))
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = PipedConsole(200)
     console.print(table)
     for plan in plans:
         for line in _lines_below(plan, several):

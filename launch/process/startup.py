@@ -308,8 +308,8 @@ def _private_folder(path: str) -> Path | None:
         state = folder.stat()
         if state.st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
-        if stat.S_IMODE(state.st_mode) & 0o077:
-            folder.chmod(0o700)
+        if stat.S_IMODE(state.st_mode) & 0o022:
+            raise PermissionError(errno.EPERM, "other users can write there; run chmod go-w, or name another folder")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "this user cannot write there")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder

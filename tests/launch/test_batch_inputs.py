@@ -106,6 +106,27 @@ def test_files_of_windows(tmp_path: Path, defaults: Defaults) -> None:
     assert read(tmp_path, codecs.BOM_UTF8 + b"\r\n" + line("a"), defaults).lines[0].number == 2
 
 
+def test_requests_of_another_kind_are_bad_lines(tmp_path: Path, defaults: Defaults) -> None:
+    """Nothing but a completion of the body's own kind is computed here."""
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({}, ""),
+        ({"method": "POST", "url": "/v1/completions"}, ""),
+        ({"method": None, "url": None}, ""),
+        ({"url": "/v1/embeddings"}, "url: '/v1/embeddings'; for this body expected /v1/completions"),
+        ({"url": "/v1/chat/completions"}, "url: '/v1/chat/completions'; for this body expected /v1/completions"),
+        ({"method": "GET"}, "method: 'GET'; for this body expected POST"),
+    ]
+    lines = [
+        json.dumps({"custom_id": str(number), "body": {"prompt": "x"}} | call).encode()
+        for number, (call, _) in enumerate(calls)
+    ]
+    found = read(tmp_path, b"\n".join(lines), defaults)
+    assert len(found.lines) == sum(not says for _, says in calls)
+    assert [(bad.number, bad.message) for bad in found.bad] == [
+        (number, says) for number, (_, says) in enumerate(calls, 1) if says
+    ]
+
+
 @pytest.mark.parametrize("first", [b"", b"\r", b"{}", b"1", b" \n"])
 def test_short_first_lines_are_lines(tmp_path: Path, defaults: Defaults, first: bytes) -> None:
     """A line that ended within the length of a byte order mark was joined with the next one."""

@@ -165,6 +165,13 @@ def test_standard_streams_that_are_closed_or_full(redirected: str, work: str, ex
     assert subprocess.run(command, capture_output=True, env=env, check=False, timeout=120).returncode == expected
 
 
+def test_a_table_that_nobody_reads() -> None:
+    """As everywhere else, it is no error that the reader of a pipe has gone."""
+    command = f"{sys.executable} -m launch.main models | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("arguments", ["--help >/dev/full", "nothing 2>/dev/full"])
 def test_the_console_command_with_full_streams(arguments: str) -> None:
     command = ["/bin/sh", "-c", f'"$0" -m launch.main {arguments}', sys.executable]

@@ -97,7 +97,7 @@ def test_same_seed_same_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_standard_input_and_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "prompt.py").write_text(PROMPT)
+    (tmp_path / "prompt.py").write_text(PROMPT, encoding="utf-8-sig")  # as editors on Windows do
     launch(f"--prompt_file={tmp_path / 'prompt.py'}")
     from_file = capsys.readouterr().out
     launch(f"--prompt={PROMPT}")
@@ -257,6 +257,17 @@ def test_without_a_compile_cache_it_goes_on(capsys: pytest.CaptureFixture[str], 
     assert said.out.startswith(PROMPT)
     assert f"warning: --compile_cache={cache}: " in said.err
     assert "compiled again in every run" in said.err
+
+
+def test_a_compile_cache_that_others_can_write_is_not_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Compiled programs are code. The folder stays as it is: others may need it."""
+    for mode, used in ((0o777, False), (0o775, False), (0o755, True)):
+        cache = tmp_path / str(mode)
+        cache.mkdir()
+        cache.chmod(mode)
+        launch(f"--prompt={PROMPT}", f"--compile_cache={cache}")
+        assert ("other users can write there; run chmod go-w" in capsys.readouterr().err) == (not used)
+        assert cache.stat().st_mode & 0o777 == mode
 
 
 def test_compiled_programs_are_kept_in_a_folder_and_not_in_a_bucket(

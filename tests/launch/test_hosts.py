@@ -369,6 +369,18 @@ class TestLocal:
         assert "[0] BrokenPipeError" in said
         assert "exit codes: 1, 0" in said
 
+    def test_a_slow_reader_gets_everything(self) -> None:
+        """The processes have ended long ago, and more is waiting than a pipe holds."""
+        code = "for number in range(2100): print(str(number).zfill(50))"
+        command = [sys.executable, "-m", "launch.local", "--num_processes=1", "--", sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            time.sleep(8)
+            lines = [first, *process.stdout]
+        assert len(lines) == 2100
+        assert process.returncode == 0
+
     def test_mistakes(self) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "launch.local"], capture_output=True, text=True, timeout=60, check=False

@@ -134,6 +134,11 @@ def test_a_tpu_slice_as_jax_detects_it(monkeypatch: pytest.MonkeyPatch, slices: 
         (TORCHRUN | {"RANK": "16"}, [], "host 16 of 16"),
         (TORCHRUN | {"WORLD_SIZE": "999999999"}, [], "WORLD_SIZE"),
         (TORCHRUN | {"MASTER_PORT": "65535"}, [], "MASTER_PORT"),
+        (
+            {},
+            ["--coordinator_address=a:9", "--num_processes=2", "--process_id=0", "--control_port=9"],
+            "--control_port=9 is the coordinator's port",
+        ),
         (JAX, ["--local_device_ids=0,0"], "different numbers"),
         (JAX, ["--local_device_ids=a"], "different numbers"),
     ],
