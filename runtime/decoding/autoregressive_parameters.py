@@ -56,13 +56,14 @@ class SamplingConfig:
         in_checkpoint="top_p",
         in_loop=True,
         off=1.0,
-        general=0.5,  # programs that filter by top_p also filter by top_k
+        general=0.5,
     )
     top_k: int | None = parameter(
         None,
         Integer(1, MAX_TOP_K),
         "Keep this many of the most probable tokens, and tokens tied with the last of them; 0 keeps all.",
         optional=True,
+        general=1,  # with both, programs filter in the order of the family
         in_checkpoint="top_k",
         zero_is_none=True,
         in_loop=True,

@@ -77,8 +77,14 @@ def choose(
     allowed = logits
     if program.variable_length:
         allowed = without_expansion(forward.config, logits, request.expand_budget)
+    temperature = request.temperature
+    if program.first_alone:
+        # Fast-dLLM v2 takes the most probable token for the first position of a block.
+        length = forward.config.attention_block_length
+        begins = (positions > 0) & (positions % length == 0)
+        temperature = jnp.where(begins, 0.0, temperature if temperature.ndim == 2 else temperature[:, None])
     tokens, confidences = choose_tokens(
-        forward, program.sampling, allowed, keys, request.temperature, request.top_p, request.top_k
+        forward, program.sampling, allowed, keys, temperature, request.top_p, request.top_k
     )
     if program.algorithm == "random" and program.parallel == "none":
         draws = position_keys(request.seeds, step, TRANSFER_STREAM, positions)

@@ -25,7 +25,7 @@ from runtime.decoding.threshold_search import (
     from_ordered_integers,
     ordered_integers,
 )
-from runtime.decoding.vocabulary import pick, vocab_argmax, vocab_sum
+from runtime.decoding.vocabulary import pick, vocab_argmax, vocab_sum, vocab_sums
 from runtime.models.forward import Forward
 
 Array = jax.Array
@@ -54,6 +54,7 @@ class SamplingRule:
       confidence: the confidence measure, one of ``ALGORITHMS`` (``origin`` and ``random`` do not use confidence).
       sampled: sample in rows whose temperature is above 0. If False, every row takes the most probable token.
       filtered: apply top-p and top-k.
+      top_k_first: apply top-k before top-p, with a search for each.
       suppress_mask: never choose the mask token.
       confidence_dtype: dtype in which logits are filtered and ranked, such as ``float32`` or the model's dtype.
       greedy: take the most probable token also in rows whose temperature is above 0. Their confidences are those of the
@@ -67,8 +68,14 @@ class SamplingRule:
     filtered: bool
     suppress_mask: bool
     confidence_dtype: str
+    top_k_first: bool = False
     greedy: bool = False
     replace_mask: bool = False
+
+    @property
+    def searches(self) -> int:
+        """Number of searches for a threshold."""
+        return self.filtered * (1 + self.top_k_first)
 
 
 def _per_row(value: Array, ndim: int) -> Array:
@@ -83,6 +90,7 @@ def filter_logits(
     dtype: Any = jnp.float32,
     bits: int = BITS_PER_PASS,
     for_gpu: bool = False,
+    top_k_first_of: int | None = None,
 ) -> Array:
     """Apply top-p and top-k: find the lowest logit to keep, and set all lower ones to -inf.
 
@@ -92,6 +100,9 @@ def filter_logits(
     finds it from the highest bit down, a few bits per pass over the vocabulary; see :func:`bits_per_pass`. The
     threshold does not depend on their number.
 
+    Dream's code applies top-p to the whole distribution. With ``top_k_first_of``, top-p counts only the mass that top-k
+    keeps, as in transformers: a search finds the threshold of top-k, and another one that of both.
+
     Args:
       logits: float32 ``[..., V]``, already divided by the temperature.
       top_p: float32 scalar or ``[B]``; 1 turns the filter off.
@@ -100,6 +111,7 @@ def filter_logits(
       bits: bits of the threshold that one pass finds.
       for_gpu: compile for a GPU: without a loop, see :func:`find_threshold`, and with fewer arrays, see
         :func:`_recompute`.
+      top_k_first_of: size of the vocabulary, to apply top-k first; None to apply top-p first.
 
     Returns:
       float32 ``[..., V]``.
@@ -111,7 +123,13 @@ def filter_logits(
     logits = from_ordered_integers(keys, dtype)
     masses = jnp.round(_softmax(logits, sums, dtype) * _FIXED_POINT).astype(jnp.int32)
     # The sum of rounded probabilities may exceed 1 by a few units, so top_p = 1 is handled separately.
-    allowed = jnp.where(top_p >= 1.0, jnp.iinfo(jnp.int32).max, jnp.round(top_p * _FIXED_POINT)).astype(jnp.int32)
+    most, allowed = jnp.int32(jnp.iinfo(jnp.int32).max), jnp.round(top_p * _FIXED_POINT)
+    if top_k_first_of is not None:
+        lowest = find_threshold(keys, masses, most, top_k, dtype, bits, unroll=for_gpu)
+        kept = vocab_sums(jnp.where(keys >= lowest[..., None], masses, 0))[0]
+        # Without top-k, exactly as in programs that search once.
+        allowed = jnp.where(top_k < top_k_first_of, jnp.round(top_p * kept), allowed)
+    allowed = jnp.where(top_p >= 1.0, most, allowed.astype(jnp.int32))
     threshold = find_threshold(keys, masses, allowed, top_k, dtype, bits, unroll=for_gpu)
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
 
@@ -244,9 +262,10 @@ def choose_tokens(
     """Choose a token for each position and compute the model's confidence in it.
 
     The order of operations is that of Dream's code: temperature, top-p, top-k, softmax, then a draw or the most
-    probable token. Confidence is measured on the distribution after temperature and filters: ``maskgit_plus`` is the
-    chosen token's probability, ``topk_margin`` is the difference between the two largest probabilities, and ``entropy``
-    is the negative entropy. ``low_confidence`` is the chosen token's probability before temperature and filters.
+    probable token; with ``rule.top_k_first``, top-k comes before top-p. Confidence is measured on the distribution
+    after temperature and filters: ``maskgit_plus`` is the chosen token's probability, ``topk_margin`` is the difference
+    between the two largest probabilities, and ``entropy`` is the negative entropy. ``low_confidence`` is the chosen
+    token's probability before temperature and filters.
 
     Args:
       forward: the model, for its mask token and for the sharding of positions.
@@ -291,7 +310,9 @@ def _choose_tokens(
         if rule.sampled:
             logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
         if rule.filtered:
-            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass(*forward.devices), forward.is_gpu)
+            first = forward.config.vocab_size if rule.top_k_first else None
+            bits = bits_per_pass(*forward.devices)
+            logits = filter_logits(logits, top_p, top_k, dtype, bits, forward.is_gpu, first)
         sums, largest, tokens, confidence = _most_probable(forward, rule, logits)
         if rule.replace_mask:
             if rule.filtered or ranks_probabilities(rule):

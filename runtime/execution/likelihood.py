@@ -23,11 +23,16 @@ _ROWS = 64
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
-def _check(pairs: Sequence[Pair], config: ModelConfig) -> None:
+def _check(pairs: Sequence[Pair], config: ModelConfig, least: int = 1) -> None:
     limit = config.max_positions
     for number, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
             raise InputError(f"pair {number}: context and continuation must have at least one token each")
+        if len(continuation) < least:
+            raise InputError(
+                f"pair {number}: the continuation has one token; expected at least {least}, because the last one, the "
+                "end token, is never masked"
+            )
         try:
             check_tokens((*context, *continuation), 0, config)
         except InputError as error:
@@ -114,7 +119,7 @@ def estimate_log_likelihoods(
             "estimate_log_likelihoods does not support models whose canvas changes its length: a text of n tokens may "
             "come from any number of masks"
         )
-    _check(pairs, runner.layout.config)
+    _check(pairs, runner.layout.config, least=2)
     if samples < 1:
         raise InputError(f"samples is {samples}; expected at least 1")
     if seed < 0:

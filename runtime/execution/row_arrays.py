@@ -67,6 +67,7 @@ def diffusion_row(
     ratios = np.zeros(steps, np.float32)
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     ratios[:steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
+    filters = config.temperature > 0 or model.family.filters_when_greedy
     most_drafts = default.drafts if config.draft_steps == AUTO_DRAFTS else config.draft_steps
     arguments = one_row(
         DenoiseRequest,
@@ -82,7 +83,7 @@ def diffusion_row(
         block_steps=steps_of_a_block(config, block_length),
         refresh_blocks=0 if config.cache == "exact" else config.refresh_blocks,
         stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
-        **row_values(config),
+        **row_values(config if filters else config.replace(top_p=None, top_k=None)),
         max_iterations=UNLIMITED,
         min_running=1,
         step_limit=UNLIMITED,

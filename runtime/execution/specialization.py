@@ -17,12 +17,12 @@ from runtime.models.config import ModelConfig
 from runtime.models.forward import Forward
 
 
-def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) -> SamplingRule:
+def sampling_rule(config: DiffusionConfig, model: ModelConfig, model_dtype: str) -> SamplingRule:
     """Return how a diffusion request chooses tokens.
 
     Args:
       config: decoding parameters of the request.
-      vocab_size: size of the model's vocabulary.
+      model: the model's configuration.
       model_dtype: dtype of the model's weights, for ``confidence_dtype="model"``.
     """
     # Parallel rules require a confidence, which the random algorithms do not define.
@@ -32,10 +32,12 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
         confidence = {"origin": "maskgit_plus", "random": "low_confidence"}.get(confidence, confidence)
     if config.block_rule == "fast_dllm":
         confidence = "maskgit_plus" if config.parallel == "threshold" else "entropy"
+    filters = _filters(config, model.vocab_size)
     return SamplingRule(
         confidence=confidence,
         sampled=config.temperature > 0,
-        filtered=_is_filtered(config, vocab_size),
+        filtered=any(filters) and (config.temperature > 0 or model.family.filters_when_greedy),
+        top_k_first=all(filters) and model.family.top_k_first,
         suppress_mask=config.suppress_mask,
         confidence_dtype=model_dtype if config.confidence_dtype == "model" else "float32",
         greedy=config.greedy,
@@ -108,7 +110,7 @@ def denoise_program(
     widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=before, sub_block=sub_block)
     return DenoiseProgram(
         **setting_values(config),
-        sampling=sampling_rule(config, model.vocab_size, model_dtype),
+        sampling=sampling_rule(config, model, model_dtype),
         sample_positions=bool(config.alg_temp) and config.algorithm in CONFIDENCE_ALGORITHMS,
         chunk=chunk,
         schedule=model.family.schedule,
@@ -136,13 +138,15 @@ def decode_program(
       samples: number of adjacent rows that share a prompt, which is prefilled once for all of them.
       draft: layout and attention of the draft model, if there is one; used only with ``draft_tokens``.
     """
+    filters = _filters(config, vocab_size)
     return DecodeProgram(
         **setting_values(config),
         sampling=SamplingRule(
             confidence="maskgit_plus",
             sampled=config.temperature > 0,
             # At temperature 0 filters have no effect, because the most probable token passes all of them.
-            filtered=_is_filtered(config, vocab_size) and config.temperature > 0,
+            filtered=any(filters) and config.temperature > 0,
+            top_k_first=all(filters) and config.temperature > 0,  # as in transformers
             suppress_mask=False,
             confidence_dtype="float32",
         ),
@@ -153,8 +157,9 @@ def decode_program(
     )
 
 
-def _is_filtered(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> bool:
-    return (config.top_p is not None and config.top_p < 1.0) or (config.top_k is not None and config.top_k < vocab_size)
+def _filters(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> tuple[bool, bool]:
+    """Return whether top-p and top-k remove any tokens."""
+    return config.top_p is not None and config.top_p < 1.0, config.top_k is not None and config.top_k < vocab_size
 
 
 def program_key(runner: Runner, config: DiffusionConfig | SamplingConfig, width: int) -> Hashable:

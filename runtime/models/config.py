@@ -95,6 +95,9 @@ class Family:
         code defines.
       parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` for this family.
       block_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.block_rule` for this family.
+      top_k_first: whether the original code applies top-k before top-p, which then counts the mass of the tokens that
+        top-k keeps.
+      filters_when_greedy: whether top-p and top-k change confidences at temperature 0 too.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
       variable_length: the model also predicts tokens that add a mask to the canvas or remove one, see
         :mod:`runtime.decoding.variable_length`.
@@ -128,6 +131,8 @@ class Family:
     algorithms: tuple[str, ...] = ()
     parallel_rules: tuple[str, ...] = BIDIRECTIONAL_RULES
     block_rules: tuple[str, ...] = ("default",)
+    top_k_first: bool = False
+    filters_when_greedy: bool = True
     guidance: bool = False
     variable_length: bool = False
     config_key: str = ""
@@ -310,7 +315,7 @@ def transformer_config(
         num_kv_heads=number["num_key_value_heads"],
         head_dim=head_dim,
         max_positions=number["max_position_embeddings"],
-        rope_theta=_read_real(raw, "rope_theta", default=_rope_parameters(raw)) if rotary else 0.0,
+        rope_theta=_rope_theta(raw) if rotary else 0.0,
         norm_eps=_read_real(raw, "rms_norm_eps", default=1e-6),
         tied_embeddings=tied,
         dtype=_stored_dtype(raw),
@@ -349,15 +354,20 @@ def _head_dim(raw: Mapping[str, Any], number: Mapping[str, int], rotary: bool) -
     return head_dim
 
 
-def _rope_parameters(raw: Mapping[str, Any]) -> float:
+def _rope_theta(raw: Mapping[str, Any]) -> float:
     # Folders saved by transformers 5 store the RoPE base in the mapping "rope_parameters".
     parameters = raw.get("rope_parameters")
     if not isinstance(parameters, Mapping):
-        return 10000.0
+        return _read_real(raw, "rope_theta", default=10000.0)
+    if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+        raise ConfigError(f"config.json: rope_parameters of {nested[0]!r:.200} layers alone are not supported")
     kind = parameters.get("rope_type", parameters.get("type", "default"))  # "type" is the older name
     if kind != "default":
         raise ConfigError(f"config.json: rope_type {kind!r:.200} is not supported")
-    return _read_real(parameters, "rope_theta", default=10000.0)
+    own = _read_real(parameters, "rope_theta", default=10000.0)
+    if _read_real(raw, "rope_theta", default=own) != own:
+        raise ConfigError(f"config.json: rope_theta is {raw['rope_theta']}, and {own} in rope_parameters")
+    return own
 
 
 def read_integer(

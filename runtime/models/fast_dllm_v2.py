@@ -1,7 +1,8 @@
 """Fast-dLLM v2 (Wu et al., 2025): Qwen2.5 with block-causal attention, trained to fill masks block by block.
 
 The output at one position predicts the token at the next. The first token of a block is therefore predicted by the
-finished block before it, and committed before the other tokens of the block.
+finished block before it, and committed before the other tokens of the block. It is the most probable token at any
+temperature.
 
 Decoding follows ``generate`` of the published modelling code, with these differences:
 
@@ -65,6 +66,7 @@ FAST_DLLM_V2 = Family(
     schedule="even_block",
     algorithms=("maskgit_plus",),
     parallel_rules=BLOCK_CAUSAL_RULES,
+    filters_when_greedy=False,
     mask_token_id=151665,
     end_token_ids=(151645,),
     end_tokens=qwen2.END_TOKENS,

@@ -307,7 +307,7 @@ class Estimate:
             bandwidth = ACHIEVABLE_BANDWIDTH
             positions, vocab = phase.chunk // phase.head_shards(layout), layout.size_per_device("vocab")
             rule = workload.sampling_rule()
-            candidates = threshold_candidates(rule.confidence_dtype, self._search_bits) if rule.filtered else 0
+            candidates = threshold_candidates(rule.confidence_dtype, self._search_bits) * rule.searches
             seconds = choice_seconds(chip, phase.rows, positions, vocab, candidates)
             share, vector = _TPU_HEAD, seconds * phase.chunks
         return (
@@ -330,7 +330,7 @@ class Estimate:
         if self.topology.chip.platform != "gpu":
             return ()
         rule = self.workload.sampling_rule()
-        passes = threshold_passes(rule.confidence_dtype, self._search_bits) if rule.filtered else 0
+        passes = threshold_passes(rule.confidence_dtype, self._search_bits) * rule.searches
         seconds = launch_seconds(self.workload.config.num_layers, passes * phase.chunks)
         return (self._stage("launches", 0.0, 0.0, compute_seconds=seconds),)
 

@@ -77,7 +77,7 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool, bits: int) -> int
     if rule.sampled:
         count += token
     if rule.filtered:
-        count += softmax + 2 * threshold_candidates(rule.confidence_dtype, bits)
+        count += softmax + 2 * threshold_candidates(rule.confidence_dtype, bits) * rule.searches + rule.top_k_first
     if not ranked:
         return count
     if rule.confidence == "entropy":
@@ -116,7 +116,7 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
         bits = bits_per_pass(wiring.topology.chip.device_kind, layout.spec.size)
         numbers = choose_tokens_reductions(rule, ranked, bits)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
-        rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype, bits) if rule.filtered else 0)
+        rounds = _SERIAL_SUMS + threshold_passes(rule.confidence_dtype, bits) * rule.searches
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums", rounds=rounds))
     # If every data shard has all rows, it knows by itself what they agree on.
     return found if workload.divides_drafts else found + _loop_conditions(layout, platform, phase, wiring.slices)

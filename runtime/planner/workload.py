@@ -237,7 +237,7 @@ class Workload:
         """Return the rule that chooses tokens from logits."""
         if self.config.objective == "autoregressive":
             return decode_program(self.sampling(), self.config.vocab_size).sampling
-        return sampling_rule(self.decoding(), self.config.vocab_size, self.dtype)
+        return sampling_rule(self.decoding(), self.config, self.dtype)
 
     def windows(self, layout: ModelLayout, platform: str) -> tuple[int, ...]:
         """Return the widths of the windows for which block steps are compiled, widest first."""

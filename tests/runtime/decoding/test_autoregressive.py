@@ -210,7 +210,11 @@ def test_a_row_waits_for_a_slot_without_another_result_in_an_int8_cache(folders:
 
 @pytest.mark.parametrize(
     ("mesh", "temperature", "filters"),
-    [("tensor=1", 1.3, {"top_k": 12}), ("data=2,sequence=2,tensor=2", 0.9, {"top_p": 0.7})],
+    [
+        ("tensor=1", 1.3, {"top_k": 12}),
+        ("data=2,sequence=2,tensor=2", 0.9, {"top_p": 0.7}),
+        ("tensor=1", 0.9, {"top_k": 40, "top_p": 0.7}),
+    ],
 )
 def test_samples_follow_the_distribution(
     folders: dict[str, Path], mesh: str, temperature: float, filters: dict[str, Any]
@@ -222,8 +226,11 @@ def test_samples_follow_the_distribution(
     order = np.argsort(-logits)
     shares = np.exp(logits[order] - logits.max())
     shares /= shares.sum()
-    # The token at which the mass crosses top_p is kept.
-    count_kept = filters.get("top_k") or int(np.searchsorted(np.cumsum(shares), filters["top_p"])) + 1
+    # The token at which the mass crosses top_p is kept. Of both filters, transformers applies top_k first.
+    count_kept = filters.get("top_k", len(order))
+    if "top_p" in filters:
+        masses = np.cumsum(shares[:count_kept]) / shares[:count_kept].sum()
+        count_kept = int(np.searchsorted(masses, filters["top_p"])) + 1
     assert 5 < count_kept < 50
     expected = shares[:count_kept] / shares[:count_kept].sum()
     count = 2000

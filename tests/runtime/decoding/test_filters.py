@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from runtime.decoding.sampling import filter_logits
 from runtime.decoding.threshold_search import bits_per_pass, threshold_candidates, threshold_passes
@@ -196,6 +198,35 @@ def test_top_p_runs_before_top_k() -> None:
     assert np.isfinite(run_filter("data=1", logits, 0.5, 2)[0, 0]).sum() == 2
     assert np.isfinite(run_filter("data=1", logits, 0.75, 2)[0, 0]).sum() == 2
     assert np.isfinite(run_filter("data=1", logits, 0.3, 2)[0, 0]).sum() == 1
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_top_k_runs_before_top_p_where_the_original_does_that(mesh: str) -> None:
+    """With both filters, the kept tokens are those of transformers; with one, those of a single search."""
+
+    def run(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> tuple[jax.Array, ...]:
+        return filter_logits(logits, top_p, top_k, top_k_first_of=VOCAB), filter_logits(logits, top_p, top_k)
+
+    program = jax.jit(run, out_shardings=forward(mesh).layout.replicated)
+    generator, more = np.random.default_rng(3), 0
+    for top_p, top_k in [(0.5, 2), (0.9, 40), (0.3, 7), (0.95, 3), (0.7, VOCAB), (1.0, 9), (1.0, VOCAB), (0.0, 5)]:
+        own = generator.normal(0, generator.choice([0.3, 1.0, 3.0]), (B, P, VOCAB)).astype(np.float32)
+        logits = padded(own)
+        found, once = (
+            np.asarray(one) for one in program(vocab_sharded(mesh, logits), np.float32(top_p), np.int32(top_k))
+        )
+        if top_k >= VOCAB or top_p >= 1:
+            np.testing.assert_array_equal(found, once)
+        expected = torch.tensor(own.reshape(-1, VOCAB))
+        if top_k < VOCAB:
+            expected = TopKLogitsWarper(top_k)(None, expected)
+        if 0 < top_p < 1:
+            expected = TopPLogitsWarper(top_p)(None, expected)
+        elif top_p == 0:
+            expected = torch.where(expected == expected.max(dim=-1, keepdim=True).values, expected, -torch.inf)
+        np.testing.assert_array_equal(found[..., :VOCAB].reshape(-1, VOCAB), expected.numpy())
+        more += int(np.isfinite(once).sum() - np.isfinite(found).sum())
+    assert more > 0, "the order matters"
 
 
 def test_a_vocabulary_of_the_real_size() -> None:

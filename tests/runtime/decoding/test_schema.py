@@ -205,7 +205,7 @@ def test_what_is_compiled_in() -> None:
 
 
 def test_slots_are_compiled_for_general_values() -> None:
-    general = {"temperature": 1.0, "top_p": 0.5, "log_probabilities": True}
+    general = {"temperature": 1.0, "top_p": 0.5, "top_k": 1, "log_probabilities": True}
     for config in (SamplingConfig(), DiffusionConfig(parallel="threshold"), DiffusionConfig(cache="dual")):
         positions = {"alg_temp": 1.0} if compiled_values(config).get("parallel") == "none" else {}
         assert generalized(config) == config.replace(**general, **positions)

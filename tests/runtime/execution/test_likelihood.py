@@ -39,8 +39,9 @@ def test_the_estimate_converges_and_depends_on_the_pair_alone() -> None:
     expected = float(engine.score([[5, 9, 3, mask, 2]], [[5, 9, 3, 7, 2]])[0, 3])
     (found,) = engine.estimate_log_likelihoods([pair], samples=2048)
     assert found == pytest.approx(expected, rel=0.15)
-    one = engine.estimate_log_likelihoods([pair, *PAIRS], samples=16, seed=3)
-    other = engine.estimate_log_likelihoods([*PAIRS[::-1], pair], samples=16, seed=3)
+    more = [(context, new) for context, new in PAIRS if len(new) > 1]
+    one = engine.estimate_log_likelihoods([pair, *more], samples=16, seed=3)
+    other = engine.estimate_log_likelihoods([*more[::-1], pair], samples=16, seed=3)
     np.testing.assert_allclose(one, other[::-1], rtol=1e-5)
     assert engine.estimate_log_likelihoods([pair], samples=16, seed=4)[0] != one[0]
 
@@ -49,7 +50,9 @@ def test_what_cannot_be_scored() -> None:
     engine = golden_cases.engine("tensor=1")
     with pytest.raises(InputError, match="pair 0: context and continuation"):
         engine.estimate_log_likelihoods([([], [1])])
+    with pytest.raises(InputError, match="pair 1: the continuation has one token; expected at least 2"):
+        engine.estimate_log_likelihoods([([1], [1, 2]), ([1], [1])])
     with pytest.raises(InputError, match="the model allows"):
-        engine.estimate_log_likelihoods([([1] * engine.config.max_positions, [1])])
+        engine.estimate_log_likelihoods([([1] * engine.config.max_positions, [1, 2])])
     with pytest.raises(InputError, match="autoregressive"):
         engine.log_likelihoods(PAIRS)

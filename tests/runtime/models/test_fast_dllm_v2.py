@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from runtime import DiffusionConfig, Engine
+from runtime import DiffusionConfig, Engine, PoolShape, RowRequest
+from runtime.execution.pool import Pool
+from runtime.execution.rows import with_model_blocks
+from runtime.execution.step_plan import BucketPlan, Insertion, PoolPlan
 from runtime.models.config import ConfigError
 from runtime.models.families import parse_config
 from runtime.planner.estimate import estimate_workload
@@ -195,3 +198,36 @@ def test_published_settings_and_what_is_refused() -> None:
     for change, said in [({"bd_size": "32"}, '"bd_size" is'), ({"use_sliding_window": True}, "use_sliding_window")]:
         with pytest.raises(ConfigError, match=said):
             parse_config(raw | change)
+
+
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_the_first_token_of_a_block_is_never_sampled(cache: str) -> None:
+    """The original takes the most probable one at any temperature; the other tokens of a block are drawn."""
+    ids, mask = prompts()
+    config = asked(24, cache=cache, temperature=1.5, parallel="none", threshold=0.9, seed=3)
+    found = engine().generate_tokens(ids, mask, config).sequences
+    greedy: list[bool] = []
+    for row, sequence in enumerate(found):
+        own = sequence[mask[row].argmax() :][None]
+        best = engine().logits(own, block_length=BLOCK)[0].argmax(axis=-1)
+        prompt = int(mask[row].sum())
+        for place in range(-(-prompt // BLOCK) * BLOCK, own.shape[1], BLOCK):
+            # The output before a block sees nothing of the block.
+            assert own[0, place] == best[place - 1]
+        greedy += (own[0, prompt:] == best[prompt - 1 : -1]).tolist()
+    assert not all(greedy)
+
+
+def test_filters_change_nothing_at_temperature_0() -> None:
+    """Nor any confidence, by which positions are committed, whatever the other rows of the slots are."""
+    ids, mask = prompts()
+    plain = engine().generate_tokens(ids, mask, asked(20), history=True)
+    found = engine().generate_tokens(ids, mask, asked(20, top_p=0.3, top_k=2), history=True)
+    np.testing.assert_array_equal(found.history, plain.history)
+    config = with_model_blocks(asked(20, top_p=0.3), engine().config)
+    rows = [RowRequest(row[own > 0].tolist(), config, 0) for row, own in zip(ids, mask, strict=True)]
+    pool = Pool.open(engine().runner, PoolShape(asked(20), 64, len(rows)))
+    buckets = [BucketPlan(0, len(rows), 64, list(range(len(rows))), 1000)]
+    outcome = pool.execute(PoolPlan(0, [Insertion(number, row) for number, row in enumerate(rows)], buckets))
+    for one in outcome.results:
+        np.testing.assert_array_equal(one.sequence, plain.sequences[one.number, mask[one.number].argmax() :])
