@@ -28,7 +28,7 @@ from launch.batches.generation import complete
 from launch.batches.lines import Batch
 from launch.batches.records import Key, as_bits, error_record, evalplus_records, keys, of_bits
 from launch.flags.batch import check_paths, define_batch_flags, read_input
-from launch.flags.decoding import define_decoding_flags, describe, draft_notice
+from launch.flags.decoding import define_decoding_flags, describe, notices
 from launch.flags.model import (
     define_model_flags,
     fingerprints,
@@ -100,7 +100,7 @@ def main(values: flags.FlagValues) -> None:
                 output.check(facts)
             if values.verbose:
                 say(describe(defaults.config))
-            for sentence in draft_notice(defaults.config):
+            for sentence in notices(values, folder, [defaults.config]):
                 say(sentence)
         if output is not None:
             output.begin(facts)

@@ -22,7 +22,7 @@ from absl import flags
 from launch.display.canvas_view import CanvasView, check_display, observed, row_titles, write_history
 from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
-from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe, draft_notice
+from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe, notices
 from launch.flags.model import (
     define_model_flags,
     fingerprints,
@@ -101,7 +101,7 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch, draft)
     if values.verbose:
         say(describe(config))
-    for sentence in draft_notice(config):
+    for sentence in notices(values, folder, [config]):
         say(sentence)
     view, titles = CanvasView(engine, ids, mask, samples, suffixes), row_titles(prompts, samples)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from launch.flags.decoding import define_decoding_flags, describe, draft_notice
+from launch.flags.decoding import define_decoding_flags, describe, notices
 from launch.flags.model import (
     define_model_flags,
     fingerprints,
@@ -111,8 +111,7 @@ def main(values: flags.FlagValues) -> None:
         server.serving.say = say
 
     engine = load_engine(values, folder, mesh, values.slots, draft=draft)
-    notices = dict.fromkeys(sentence for config in configs for sentence in draft_notice(config))
-    for sentence in (describe(defaults.config), *notices):
+    for sentence in (describe(defaults.config), *notices(values, folder, configs)):
         say(sentence)
     executor = Executor(engine.runner, shapes)
     if server is None or own is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from absl import flags
@@ -33,6 +34,16 @@ from runtime import (
 
 # Number of new tokens if neither a flag nor the checkpoint sets it.
 _NEW_TOKENS = 64
+# Keys of generation_config.json that change tokens and are not supported, with the values that turn them off.
+_UNSUPPORTED: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "num_beams": 1,
+    "suppress_tokens": None,
+    "bad_words_ids": None,
+}
 # The value of --preset for which :meth:`DiffusionConfig.fast_dllm` gives the defaults.
 FAST_DLLM = "fast-dllm"
 
@@ -200,6 +211,21 @@ def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
     raw = folder.generation_config
     stored = [one for one in declared_parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
     return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}
+
+
+def notices(
+    values: flags.FlagValues, folder: CheckpointFolder, configs: Iterable[DiffusionConfig | SamplingConfig]
+) -> list[str]:
+    """Return sentences about settings that have no effect, of the checkpoint and of a run's configurations."""
+    found = ignored_notice(values, folder) + [sentence for config in configs for sentence in draft_notice(config)]
+    return list(dict.fromkeys(found))
+
+
+def ignored_notice(values: flags.FlagValues, folder: CheckpointFolder) -> list[str]:
+    """Return a sentence that names what ``generation_config.json`` sets and no decoder here does; empty if nothing."""
+    raw = folder.generation_config if values.preset == "published" else {}
+    named = [f"{name}={raw[name]}" for name, off in _UNSUPPORTED.items() if raw.get(name) not in (None, off, [])]
+    return [f"ignored: {', '.join(named):.300} of generation_config.json, which is not supported"] if named else []
 
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:

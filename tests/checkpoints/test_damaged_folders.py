@@ -236,6 +236,8 @@ def test_a_config_too_large_to_be_one(folder: Path) -> None:
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}, "rope_theta": ...}, ["yarn"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}, "rope_theta": ...}, ["full_attention"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e4}, ["10000", "1000000"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, ["yarn"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),

@@ -49,7 +49,15 @@ def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys:
     said = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(said))
     launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--top_k=5", "--verbose")
-    assert "temperature=0.7, top_p=0.8, top_k=5" in capsys.readouterr().err
+    said_by_it = capsys.readouterr().err
+    assert "temperature=0.7, top_p=0.8, top_k=5" in said_by_it
+    assert "ignored" not in said_by_it
+    penalised = said | {"repetition_penalty": 1.1, "num_beams": 1, "min_p": None}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(penalised))
+    launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}")
+    assert (
+        "ignored: repetition_penalty=1.1 of generation_config.json, which is not supported" in capsys.readouterr().err
+    )
     launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--preset=class", "--verbose")
     assert "temperature=0.0, top_p=None, top_k=None" in capsys.readouterr().err
 
