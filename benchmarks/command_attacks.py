@@ -56,7 +56,8 @@ def other_demo(folder: Path) -> Path:
 
 
 def cover(folder: Path) -> ModelLayout:
-    """Write a manifest of a folder's present content; return the layout of its model."""
+    """Write a manifest of a folder's present content, in place of any other; return the layout of its model."""
+    (folder / "diffumesh.manifest.json").unlink(missing_ok=True)
     checkpoint = open_folder(folder)
     layout = model_layout(parse_config(checkpoint.config))
     write_manifest(checkpoint, layout)
