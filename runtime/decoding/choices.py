@@ -37,7 +37,7 @@ Array = jax.Array
 
 # Request fields that the choice of a token may depend on. They are gathered for each position of a chunk, except those
 # that the program does not read.
-_PER_ROW = ("seeds", "expand_budget", *row_names(DiffusionConfig))
+_PER_ROW = ("seeds", "expand_budget", "steps_per_block", *row_names(DiffusionConfig))
 
 # Bits per digit of the fixed-point numbers that rules add up. The sum of half a million entropies of the largest
 # vocabulary fits into an int32.
@@ -79,10 +79,13 @@ def choose(
         allowed = without_expansion(forward.config, logits, request.expand_budget)
     temperature = request.temperature
     if program.first_alone:
-        # Fast-dLLM v2 takes the most probable token for the first position of a block.
-        length = forward.config.attention_block_length
-        begins = (positions > 0) & (positions % length == 0)
-        temperature = jnp.where(begins, 0.0, temperature if temperature.ndim == 2 else temperature[:, None])
+        # Fast-dLLM v2 takes the most probable token for the first position of a block. If that is the mask token, the
+        # position is predicted again, and then drawn: the most probable token would stay the same.
+        first_step = step % request.steps_per_block == 0
+        if temperature.ndim == 1:
+            first_step, temperature = first_step[:, None], temperature[:, None]
+        begins = (positions > 0) & (positions % forward.config.attention_block_length == 0)
+        temperature = jnp.where(begins & first_step, 0.0, temperature)
     tokens, confidences = choose_tokens(
         forward, program.sampling, allowed, keys, temperature, request.top_p, request.top_k
     )

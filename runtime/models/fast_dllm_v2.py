@@ -2,7 +2,7 @@
 
 The output at one position predicts the token at the next. The first token of a block is therefore predicted by the
 finished block before it, and committed before the other tokens of the block. It is the most probable token at any
-temperature.
+temperature, unless that is the mask token.
 
 Decoding follows ``generate`` of the published modelling code, with these differences:
 
@@ -12,7 +12,8 @@ Decoding follows ``generate`` of the published modelling code, with these differ
 * Each row ends at its own stop token. The original tests the first row only, and its sampler for batches fails if every
   row ends in its first block.
 * If the mask token is predicted for the first position of a block, that position is predicted alone again, from the
-  output before it. The original then predicts it from its own output, with the rest of its sub-block.
+  output before it, and drawn at the request's temperature. The original then predicts it from its own output, with the
+  rest of its sub-block.
 * With ``sub_block_cache``, each row decides on its own whether to compute only its sub-block. The original decides for
   the whole batch: by whether any row has a mask at the sub-block's first position.
 """

@@ -82,7 +82,10 @@ def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one(cached: bool) -> No
 
 
 def test_a_mask_that_the_model_predicts_is_tried_again(tmp_path: Path) -> None:
-    """If the pass for the first position of a block predicts a mask, the next one reads the same output again."""
+    """If the pass for the first position of a block predicts a mask, the next one reads the same output again.
+
+    At a temperature it draws from it, so that such a block does not keep its masks.
+    """
     shutil.copy(GOLDEN.folder / "config.json", tmp_path)
     weights = load_file(GOLDEN.folder / "model.safetensors")
     ids, mask = prompts()
@@ -92,12 +95,15 @@ def test_a_mask_that_the_model_predicts_is_tried_again(tmp_path: Path) -> None:
     weights["lm_head.weight"][MASK] = 1.2 * weights["lm_head.weight"][frequent]
     save_file(weights, tmp_path / "model.safetensors")
     other = Engine.load(tmp_path, "data=1", dtype="float32")
-    for changes in ({}, {"threshold": 0.0}):
+    left = []
+    for changes in ({"temperature": 1.0, "suppress_mask": False}, {}, {"threshold": 0.0}):
         plain = other.generate_tokens(ids, mask, asked(20, cache="none", **changes))
         cached = other.generate_tokens(ids, mask, asked(20, **changes))
         np.testing.assert_array_equal(cached.sequences, plain.sequences)
         np.testing.assert_array_equal(cached.commit_steps, plain.commit_steps)
-    assert plain.stats.masks_left > 0
+        left.append(plain.stats.masks_left)
+    assert left[0] == 0
+    assert min(left[1:]) > 0
 
 
 def test_a_sub_block_run_alone_is_an_approximation_that_computes_less() -> None:
