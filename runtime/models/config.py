@@ -364,7 +364,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     kind = parameters.get("rope_type", parameters.get("type", "default"))  # "type" is the older name
     if kind != "default":
         raise ConfigError(f"config.json: rope_type {kind!r:.200} is not supported")
-    own = _read_real(parameters, "rope_theta", default=10000.0)
+    own = _read_real(parameters, "rope_theta", default=_read_real(raw, "rope_theta", default=10000.0))
     if _read_real(raw, "rope_theta", default=own) != own:
         raise ConfigError(f"config.json: rope_theta is {raw['rope_theta']}, and {own} in rope_parameters")
     return own

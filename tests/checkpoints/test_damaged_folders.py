@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import CheckpointError, open_folder
 from runtime.models.config import ConfigError
+from runtime.models.families import parse_config
 from tests.checkpoints.golden_folder import GOLDEN, HEAD, INDEX, change_config, fails, split, write_index
 
 # ---- damaged weights --------------------------------------------------------------------------------------------
@@ -247,6 +248,12 @@ def test_a_config_that_cannot_be_meant(folder: Path, changes: dict[str, Any], pa
     change_config(folder, **changes)
     message = fails(folder, "config.json", *parts, error=ConfigError)
     assert len(message) < 2000
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"rope_type": "default"}, {"rope_theta": 77.0}])
+def test_where_the_rope_theta_may_be(folder: Path, parameters: dict[str, Any] | None) -> None:
+    change_config(folder, rope_theta=77.0, rope_parameters=parameters)
+    assert parse_config(open_folder(folder).config).rope_theta == 77.0
 
 
 def test_a_config_of_another_size_than_the_weights(folder: Path) -> None:
