@@ -29,8 +29,9 @@ _KILL_SECONDS = 1.0
 _MAX_ANSWER_BYTES = 256 << 20
 _REFUSED = "messages: the chat template cannot render them"
 _PROGRAM = Path(__file__).with_name("render_process.py")
-# Variables that Python needs. Others may be secrets, such as HF_TOKEN, and templates come from others.
-_PASSED_ON = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SYSTEMROOT")
+# Variables that Python and a template's date need. Others may be secrets, such as HF_TOKEN, and templates come from
+# others.
+_PASSED_ON = ("PATH", "HOME", "LANG", "TZ", "TZDIR", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _PASSED_PREFIXES = ("LC_", "PYTHON")
 
 

@@ -273,7 +273,7 @@ def _bpe_files(folder: CheckpointFolder) -> dict[str, str | None]:
     """
     path = folder.path
     return {"vocab_file": str(path / "vocab.json"), "merges_file": str(path / "merges.txt")} | dict.fromkeys(
-        ("vocab", "merges", "gguf_file")
+        ("vocab", "merges", "gguf_file", "tokenizer_file")
     )
 
 

@@ -104,6 +104,7 @@ def test_a_child_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that breaks out of its sandbox must not find the tokens of this process."""
     for name in ("HF_TOKEN", "DIFFUMESH_HOSTS_SECRET", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("TZ", "Pacific/Auckland")  # a template's date depends on it
     started: list[dict[str, str]] = []
     popen = subprocess.Popen
 
@@ -115,7 +116,7 @@ def test_a_child_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TemplateRenderer(seconds=50.0).render("{{ messages[0].role }}", [MESSAGES], {}, True) == ["user"]
     (environment,) = started
     assert "hunter2" not in environment.values()
-    assert environment["PATH"] == os.environ["PATH"]
+    assert (environment["PATH"], environment["TZ"]) == (os.environ["PATH"], "Pacific/Auckland")
 
 
 class Impatient(TemplateRenderer):
