@@ -43,12 +43,13 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
     processes = Processes(command, values.num_processes, values.devices_per_process, values.port or free_port())
-    failed_at = None
+    failed_at, sent = None, 0
     late: list[int] = []
     try:
         while None in (codes := processes.codes()):
-            while received:
-                processes.send(received.pop(0))
+            while sent < len(received):
+                processes.send(received[sent])
+                sent += 1
             if failed_at is None and any(codes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > values.grace:
@@ -58,7 +59,7 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
             time.sleep(0.05)
     finally:
         processes.kill()
-    processes.finish_output()
+    processes.finish_output(lambda: received)
     codes = processes.codes()
     if any(codes):
         print(f"exit codes: {', '.join(map(str, codes))}", file=sys.stderr, flush=True)

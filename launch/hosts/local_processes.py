@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from launch.hosts.faults import EXIT_RESTART
@@ -117,14 +117,18 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def finish_output(self) -> None:
+    def finish_output(self, interrupted: Callable[[], object]) -> None:
         """Wait until all output has been copied: results for as long as their reader takes, messages for 5 s at most.
 
         All processes have ended, so nothing more is written.
+
+        Args:
+          interrupted: whether this process is to end. From then on, results too are waited for 5 s at most.
         """
-        results, *messages = self._readers
-        results.join()
-        for thread in messages:
+        results = self._readers[0]
+        while results.is_alive() and not interrupted():
+            results.join(timeout=0.05)
+        for thread in self._readers:
             thread.join(timeout=5.0)
 
 

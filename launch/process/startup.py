@@ -36,7 +36,8 @@ from launch.process.streams import drop_output, flush_output, prepare_streams, t
 from runtime import InputError
 
 MAX_SIMULATED_DEVICES = 4096
-SECONDS_BETWEEN_LINES = 10.0
+# Less than 10 s, so that a line is there at least that often.
+SECONDS_BETWEEN_LINES = 9.0
 # Less than the grace period of launch/cluster/gke, after which a process is killed.
 SECONDS_TO_END = 240.0
 
@@ -278,9 +279,10 @@ def start_devices(
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     _host.end_within(SECONDS_TO_END if end_within is None else end_within)
     _host.mark()
-    preflight.check(
-        _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
-    )
+    with ProgressLines("starting devices", of_bytes=False):
+        preflight.check(
+            _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
+        )
     if _host.count > 1 and jax.default_backend() == "cpu":
         # A CPU program that XLA reads from the cache loses the order of its collectives, so hosts would deadlock.
         jax.config.update("jax_compilation_cache_dir", None)
@@ -310,11 +312,15 @@ def _private_folder(path: str) -> Path | None:
             raise PermissionError(errno.EPERM, "it belongs to another user")
         if stat.S_IMODE(state.st_mode) & 0o022:
             raise PermissionError(errno.EPERM, "other users can write there; run chmod go-w, or name another folder")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "this user cannot write there")
+        need, verb = (
+            (os.W_OK, "write there") if is_main_process() else (os.R_OK, "read it")
+        )  # JAX writes on host 0 only
+        if not os.access(folder, need | os.X_OK):
+            raise PermissionError(errno.EACCES, f"this user cannot {verb}")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        say(f"warning: --compile_cache={path}: {why}; programs will be compiled again in every run")
+        host = "" if is_main_process() else f"host {_host.process_index}: "
+        tell(f"{host}warning: --compile_cache={path}: {why}; programs will be compiled again in every run")
         return None
     return folder
 
@@ -348,7 +354,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
-    """Show a progress bar on an interactive terminal, and print a line every 10 seconds elsewhere.
+    """Show a progress bar on an interactive terminal, and print a line at least every 10 seconds elsewhere.
 
     Yields:
       The function to report progress to. Only host 0 shows it, but all hosts report, so that they run the same programs

@@ -82,9 +82,12 @@ def test_converted_and_restored_together(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.slow
-def test_doctor_on_two_hosts() -> None:
-    done = local("launch.doctor", "--megabytes=0.5", "--compile_cache=", processes=2, devices=2)
+def test_doctor_on_two_hosts(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    done = local("launch.doctor", "--megabytes=0.5", f"--compile_cache={tmp_path}", processes=2, devices=2)
     assert done.returncode == 0, done.stderr
+    for said in ("[0] warning: ", "[1] host 1: warning: "):
+        assert f"{said}--compile_cache={tmp_path}: other users can write there" in done.stderr
     assert "4 x cpu (cpu) on 2 host(s)" in done.stdout
     assert "host 1: devices" in done.stdout
     for axis in ("data=2", "tensor=2"):
@@ -380,6 +383,16 @@ class TestLocal:
             lines = [first, *process.stdout]
         assert len(lines) == 2100
         assert process.returncode == 0
+
+    def test_a_reader_that_hangs_does_not_stop_a_signal(self) -> None:
+        """More is waiting than all pipes hold, and nobody reads it."""
+        code = "for number in range(200000): print(str(number).zfill(50), flush=True)"
+        command = [sys.executable, "-m", "launch.local", "--num_processes=1", "--", sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.terminate()
+            assert process.wait(30) == 143
 
     def test_mistakes(self) -> None:
         done = subprocess.run(

@@ -84,4 +84,4 @@ def test_the_first_line_of_a_phase_counts_the_time_since_the_last_of_another(
     for title in ("loading", "compiling"):
         startup.ProgressLines(title, False).speak()
         now[0] -= 3.0  # the phase ended 3 seconds before its next line
-    assert waits == [10.0, 10.0, 10.0, 3.0, 10.0, 10.0]
+    assert waits == [9.0, 9.0, 9.0, 3.0, 9.0, 9.0]
