@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import uvicorn
@@ -20,6 +21,9 @@ from launch.serving.limits import Limits
 # Bytes of a long response that a client must read within the time limit, so that a slow one gets it, and one that reads
 # a byte now and then does not hold the memory forever.
 _LEAST_READ = 256 << 10
+# Linux doubles it, and lets more be written when a third is free: progress is then seen in steps of less than 100 KB.
+# By default a step may be more than a megabyte, and a client that reads steadily would seem to read nothing meanwhile.
+_SEND_BUFFER = 128 << 10
 
 
 class Connections:
@@ -80,6 +84,7 @@ class Connection(asyncio.Protocol):
         """Close the connection if there are too many; otherwise start the timer for the head of its first request."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._client = transport.get_extra_info("peername")[:2]
         if len(self._connections) >= self._limits.connections:
             transport.abort()

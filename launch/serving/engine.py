@@ -46,7 +46,7 @@ _REPORT_SECONDS = 0.5  # between two reports of the hosts, unless host 0 has com
 _COMPILER_SECONDS = 10.0  # to wait for a compilation that is running when the server ends
 _RATE_SAMPLES = 64  # number of finish times from which the rate of service is estimated
 _MAX_RETRY_SECONDS = 60
-_RESERVED = 8  # one in so many places of the queue is kept for clients without waiting rows
+_RESERVED = 8  # one in so many places of the queue is kept from clients with waiting rows
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class ServingEngine:
           hosts: the connection to the other hosts.
           metrics: the metrics to update.
           max_queue: maximum number of rows that wait for a slot. Clients that have waiting rows leave an eighth of it
-            to the others, so that nobody can lock them out.
+            to the others, so that many requests of one client do not lock them out.
           grace_period: seconds to finish accepted requests after the server is told to stop.
         """
         self.state: State = "warming up"

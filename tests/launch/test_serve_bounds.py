@@ -84,9 +84,14 @@ def test_a_bucket_that_is_wider_than_the_model(tmp_path: Path) -> None:
         assert found.get("/health").status_code == 200
 
 
-def test_who_reads_slowly_and_steadily_gets_everything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pause is shorter than the time limit, and the whole response takes much longer."""
-    size = 12 << 20
+@pytest.mark.parametrize(("size", "at_once"), [(12 << 20, 1 << 19), (6 << 20, 1 << 14)])
+def test_who_reads_slowly_and_steadily_gets_everything(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, size: int, at_once: int
+) -> None:
+    """Each pause is shorter than the time limit, and the whole response takes much longer.
+
+    The slower one reads 800 KB within the limit, in which the server's system would by default see no progress.
+    """
     with served(engine, CONFIG, limits=Limits(write_seconds=1.0)) as found, monkeypatch.context() as changed:
         changed.setattr(Backend, "model", lambda backend: {"id": "x" * size})
         there = ("127.0.0.1", int(found.url.rpartition(":")[2]))
@@ -94,7 +99,7 @@ def test_who_reads_slowly_and_steadily_gets_everything(engine: Engine, monkeypat
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             slow.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             got = 0
-            while data := slow.recv(1 << 19):
+            while data := slow.recv(at_once):
                 got += len(data)
                 time.sleep(0.02)
         assert got > size
