@@ -18,6 +18,7 @@ from sharding.errors import OutOfMemoryError
 from sharding.mesh import MeshSpec
 
 README = Path(__file__).parents[2] / "README.md"
+CLUSTERS = README.parent / "launch" / "cluster" / "README.md"
 HERE = ["plan", "--model=diffucoder-7b", "--compile=0"]
 
 
@@ -81,6 +82,36 @@ def test_the_readme_uses_the_best_mesh(
     mesh = re.search(r"--mesh=(\S+)", command)
     assert mesh is not None
     assert MeshSpec.parse(best) == MeshSpec.parse(mesh[1])
+
+
+@pytest.mark.parametrize(
+    ("machine", "command", "workload"),
+    [
+        ("v5e-8", "--chat --prompt='Sort a list.' --prompt='Reverse a string.'", ["--batch=2"]),
+        ("v4-32", "--chat --num_return_sequences=8 --prompt='Sort a list.'", ["--batch=8"]),
+        ("v4-32", "--max_new_tokens=1024 --prompt='def fft(x):'", ["--prompt=16", "--new_tokens=1024"]),
+        ("8xH100", "--num_return_sequences=8 --prompt_file=a.txt", ["--batch=8", "--prompt=256"]),
+        ("8xH100", "--max_new_tokens=1024 --prompt='def fft(x):'", ["--prompt=16", "--new_tokens=1024"]),
+        ("2x8xH100", "--num_return_sequences=16 --prompt_file=a.txt", ["--batch=16", "--prompt=256"]),
+    ],
+)
+def test_the_guide_to_clusters_uses_the_best_mesh(
+    capsys: pytest.CaptureFixture[str], machine: str, command: str, workload: list[str]
+) -> None:
+    section = re.split(r"^### ", CLUSTERS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (text,) = [one for one in section if one.lower().startswith(machine.replace("x", " x ").lower())]
+    found = re.findall(r"--mesh=(\S+) " + re.escape(command), text)
+    best = json.loads(run(capsys, f"--topology={machine}", "--json", "--prompt=64", "--new_tokens=64", *workload))
+    first = MeshSpec.parse(best["plans"][0]["meshes"][0]["mesh"])
+    assert found
+    assert {MeshSpec.parse(one) for one in found} == {first}
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "v5e-16", "v4-32", "v5p-32"])
+def test_the_jobs_for_gke_use_the_best_mesh(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (mesh,) = re.findall(r"--mesh=(\S+)", (CLUSTERS.parent / "gke" / name / "kustomization.yaml").read_text())
+    found = json.loads(run(capsys, f"--topology={name}", "--json", "--prompt=64", "--new_tokens=256", "--batch=1"))
+    assert MeshSpec.parse(found["plans"][0]["meshes"][0]["mesh"]) == MeshSpec.parse(mesh)
 
 
 def test_without_the_compiler_the_analytical_part_works_alone(
