@@ -215,7 +215,7 @@ class _Conversion:
             name: replace(entry, digests=tuple(joined[name][number] for number in range(math.prod(entry.grid))))
             for name, entry in self._sources.entries.items()
         }
-        changes = _dtype_changes(self.source, self.dtype) | _name_changes(self.source)
+        changes = _dtype_changes(self.source, self.dtype)
         if self.target.quantization != "none":
             changes[QUANTIZATION_KEY] = self.target.quantization
         storage = self.output.storage
@@ -250,13 +250,13 @@ def copy_side_files(source: CheckpointFolder, target: Storage, changes: Mapping[
 
     ``changes`` are new values of keys of the configuration.
     """
-    digests = {}
+    digests, changes = {}, _name_changes(source) | dict(changes)
     for name in source.side_files():
         if name in (INDEX_FILE, MANIFEST_FILE, FILES_FILE):
             continue
         data = source.read_bytes(name)
         if name == "config.json" and changes:
-            data = (json.dumps(source.config | dict(changes), indent=2) + "\n").encode()
+            data = (json.dumps(source.config | changes, indent=2) + "\n").encode()
         target.write(name, data)
         digests[name] = digest(data)
     return digests

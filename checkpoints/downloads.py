@@ -53,7 +53,7 @@ def open_folder(
         precedence over the Hub. For an Orbax checkpoint at a URL, only configuration, tokenizer and licence are
         downloaded; its tensors are read from the URL. Other folders are downloaded with fsspec, which may need a
         library for the scheme.
-      revision: branch, tag or commit on the Hub; an error for folders and URLs, which have none.
+      revision: branch, tag or commit on the Hub; an error for folders, open or not, and URLs, which have none.
       token: Hub token; default is the one that huggingface_hub finds.
       offline: use only this machine: its folders and the Hub's local cache.
       weights: whether to download the weights; otherwise only configuration, tokenizer and licence are guaranteed.
@@ -63,7 +63,12 @@ def open_folder(
     Raises:
       CheckpointError: there is no such folder, it has no revisions, or it cannot be downloaded.
     """
-    folder = path if isinstance(path, CheckpointFolder) else _open(path, weights, revision, token, offline)
+    if isinstance(path, CheckpointFolder):
+        if revision is not None:
+            raise CheckpointError(f"{path.place}: revision={revision} needs a Hub name; this folder is already open")
+        folder = path
+    else:
+        folder = _open(path, weights, revision, token, offline)
     if lora is None:
         return folder
     return replace(folder, lora=open_folder(lora, token=token, offline=offline, weights=weights))

@@ -22,7 +22,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
 from checkpoints.folder import STAGING_SUFFIX, CheckpointFolder, local_path
 from checkpoints.local_files import lock, sync
-from checkpoints.manifest import MANIFEST_FILE
+from checkpoints.manifest import MANIFEST_FILE, Manifest
 from checkpoints.storage import Storage
 
 # Marks an unfinished conversion, and contains a text that identifies it.
@@ -100,7 +100,7 @@ class FolderOutput:
     def check_inputs(self, inputs: Iterable[CheckpointFolder | Path]) -> None:
         """Check that the output does not contain an input, which would be deleted with the old output.
 
-        Nor is it in a checkpoint with a manifest, which would no longer load: it had files that its manifest lacks.
+        Nor is it in a checkpoint whose manifest lists all files, which would no longer load: it had others.
 
         Raises:
           CheckpointError: it contains one, or is in one.
@@ -110,7 +110,7 @@ class FolderOutput:
             path = one if isinstance(one, Path) else one.path
             if place in path.resolve().parents:
                 raise CheckpointError(f"{self.path} contains the input {path}; name another output")
-            if path.resolve() in place.parents and (path / MANIFEST_FILE).exists():
+            if path.resolve() in place.parents and _lists_all_files(path):
                 raise CheckpointError(
                     f"{self.path} is in the input {path}, whose manifest lists all of its files; name another output"
                 )
@@ -251,7 +251,8 @@ class ObjectOutput:
         Raises:
           CheckpointError: the output exists and may not be replaced, or the store cannot be used.
         """
-        names = self.storage.names()
+        # Consoles and gcsfuse make a folder as an empty object whose name ends with a slash.
+        names = [name for name in self.storage.names() if not name.endswith("/") and name]
         if not names:
             return []
         if MARK_FILE in names and MANIFEST_FILE not in names:
@@ -310,6 +311,11 @@ def _check_replaced(place: str, names: list[str]) -> None:
             f"{place} is not a checkpoint (it has no config.json), so it is not replaced; it contains "
             f"{', '.join(sorted(names))!s:.200}; name another output"
         )
+
+
+def _lists_all_files(folder: Path) -> bool:
+    manifest = folder / MANIFEST_FILE
+    return manifest.exists() and Manifest.parse(manifest.read_text("utf-8", "replace"), str(manifest)).covers_folder
 
 
 def _folder_url(url: str) -> str:

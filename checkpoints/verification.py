@@ -107,9 +107,8 @@ def verify(folder: CheckpointFolder, *, progress: Progress | None = None) -> int
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        raise IncompleteCheckpointError(
-            f"{folder.place}: there is no manifest to verify against; --write_manifest writes it"
-        )
+        advice = "" if folder.fetched or folder.remote else "; --write_manifest writes it"
+        raise IncompleteCheckpointError(f"{folder.place}: there is no manifest to verify against{advice}")
     found = open_tensors(folder)
     parts = [(name, part) for name in found.by_name for part in found[name].parts()]
     wrong = NonFinite()

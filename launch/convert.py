@@ -31,7 +31,7 @@ from launch.folders.models import define_lora_flag, layout_of, open_model, print
 from launch.folders.outputs import all_hosts, define_output_flags, prepare_output
 from launch.folders.pickles import define_pickle_flags
 from launch.process.startup import define_device_flags, progress_bar, run_launcher, say, start_devices
-from runtime import QUANTIZATIONS, STORED_DTYPES
+from runtime import QUANTIZATIONS, STORED_DTYPES, InputError
 
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
@@ -88,6 +88,8 @@ def main(values: flags.FlagValues) -> None:
         offline=values.offline,
     )
     lora = read_lora(values)
+    if legacy is not None and values.revision is not None:
+        raise InputError(f"--revision={values.revision} needs a Hub name as --source; {values.source} is a file")
     if legacy is None:
         source, layout = open_model(
             values.source, "source", revision=values.revision, offline=values.offline, lora=lora

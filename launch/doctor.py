@@ -87,7 +87,7 @@ def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str, quantiza
         needed = weight_bytes(model_layout(config, MeshSpec(tensor=size), quantization=quantization), dtype)
         room = ""
         if memory is not None:
-            room = "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "tight"
+            room = "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "tight" if needed < memory else "does not fit"
         yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {kept} weights on each device  {room}"
     spec = default_mesh(config, devices, dtype, len(devices), quantization)
     yield f"for a batch of {len(devices)}: --mesh={spec}"
@@ -97,7 +97,8 @@ def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
     """Yield lines with the checkpoint's path and fingerprint, and whether its bytes match their digests."""
     yield f"{folder.path}, fingerprint {folder_fingerprint(folder)}"
     if read_manifest(folder) is None:
-        yield "no manifest of digests: nothing to verify against (diffumesh verify --write_manifest writes one)"
+        advice = "" if folder.fetched else " (diffumesh verify --write_manifest writes one)"
+        yield f"no manifest of digests: nothing to verify against{advice}"
         return
     start = time.perf_counter()
     with progress_bar("verifying", of_bytes=True) as progress:

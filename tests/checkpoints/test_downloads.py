@@ -19,7 +19,7 @@ from checkpoints import CheckpointError, open_folder, urls
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.verification import verify, write_manifest
 from runtime.models.families import find_family
-from tests.checkpoints.small import contents, layout_of, to_canonical
+from tests.checkpoints.small import contents, layout_of, to_canonical, to_huggingface
 from tests.checkpoints.test_changes import write_folder
 
 TEMPLATE = "additional_chat_templates/rag.jinja"
@@ -104,6 +104,8 @@ def test_revisions_and_offline(kind: str, request: pytest.FixtureRequest, source
         return
     with pytest.raises(CheckpointError, match="revision=main needs a Hub name"):
         open_folder(place, revision="main")
+    with pytest.raises(CheckpointError, match="revision=main needs a Hub name; this folder is already open"):
+        open_folder(open_folder(source), revision="main")
     if kind == "folder":
         assert open_folder(place, offline=True).path == source
     else:
@@ -124,6 +126,8 @@ def test_a_conversion_keeps_the_name_by_which_settings_are_chosen(source: Path, 
         assert published["temperature"] == 0.4
         assert opened.config == open_folder(named).config | {"_name_or_path": str(named)}
     assert open_folder(to_canonical(source, tmp_path / "plain")).config == open_folder(source).config
+    to_huggingface(named, tmp_path / "exported")
+    assert open_folder(tmp_path / "exported").config == open_folder(named).config | {"_name_or_path": str(named)}
 
 
 def test_partial_files_of_killed_downloads_are_removed(memory: Callable[[Path], str], source: Path) -> None:

@@ -190,6 +190,15 @@ def test_what_is_no_checkpoint_of_ours_is_not_removed(url: str, micro: Path) -> 
     assert storage.names() == ["somebody's/data"]
 
 
+def test_an_empty_folder_is_no_obstacle(url: str, micro: Path, server: ObjectStore) -> None:
+    """Consoles and gcsfuse make a folder as an empty object whose name ends with a slash."""
+    for name in ("", "inner/"):
+        server.objects[f"models/checkpoint/{name}"] = (1, b"")
+    assert to_store(micro, url) == []
+    assert contents(url) == contents(micro)
+    assert verify(open_folder(url))
+
+
 def test_refused_at_any_write(micro: Path, server: ObjectStore) -> None:
     """If the store refuses a write, there is an error and no checkpoint, and the next run cleans up."""
     url = "gs://bucket/models/checkpoint"

@@ -19,7 +19,7 @@ from checkpoints.export import export_checkpoint
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput, output_at
 from checkpoints.source import Index, StoredTensors
-from checkpoints.verification import verify
+from checkpoints.verification import verify, write_manifest
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
 
 
@@ -76,7 +76,9 @@ def test_an_input_whose_manifest_lists_its_files_stays_whole(micro: Path, tmp_pa
     assert verify(open_folder(canonical))
     plain = tmp_path / "plain"
     shutil.copytree(micro, plain)
+    write_manifest(open_folder(plain), layout_of(plain), covers_folder=False)
     assert contents(to_canonical(plain, plain / "canonical")) == contents(plain)
+    assert verify(open_folder(plain))
 
 
 def test_only_checkpoints_are_replaced(micro: Path, tmp_path: Path) -> None:
