@@ -30,7 +30,10 @@ FAMILY_WORKLOAD = (16, 256, 256)
 
 
 def table() -> str:
-    """Return a Markdown table with a row per machine: for each workload the mesh ranked first, and its estimates."""
+    """Return a Markdown table with a row per machine: for each workload the mesh ranked first, and its estimates.
+
+    A line below says what it does not show.
+    """
     head = ["machine", "usable GB per device", "weights"]
     head += [f"{rows} x ({prompt} + {new})" for rows, prompt, new in WORKLOADS]
     lines = []
@@ -43,7 +46,9 @@ def table() -> str:
         usable = f"{topology.chip.usable_bytes / 1e9:.1f}"
         dtype = "bfloat16" if quantization == "none" else quantization
         lines.append([f"`{topology}`", usable, dtype if any(found) else "do not fit", *map(_cell, found)])
-    return markdown(head, lines)
+    return (
+        markdown(head, lines) + "\nNot shown: what a machine measures; caches and parallel rules; prompts in parts.\n"
+    )
 
 
 def _workload(rows: int, prompt: int, new_tokens: int, quantization: str) -> Workload:
@@ -53,7 +58,8 @@ def _workload(rows: int, prompt: int, new_tokens: int, quantization: str) -> Wor
 def families() -> str:
     """Return a Markdown table with a row per model and cache: on each machine the mesh ranked first, and its estimates.
 
-    Every step commits one token per row, so that the families differ only in what a step computes.
+    Every step commits one token per row, so that the families differ only in what a step computes. A line below says
+    what it does not show.
     """
     rows, prompt, new = FAMILY_WORKLOAD
     head = ["model", "attention", "cache", "positions per token", *(f"`{machine}`" for machine in FAMILY_MACHINES)]
@@ -65,7 +71,7 @@ def families() -> str:
         found = [_best(machine, workload) for machine in FAMILY_MACHINES]
         kept = "KV" if config.objective == "autoregressive" else cache
         lines.append([f"`{model}`", config.family.attention, kept, _positions(workload, found), *map(_rates, found)])
-    return markdown(head, lines)
+    return markdown(head, lines) + "\nNot shown: what a machine measures; parallel rules; the quality of the texts.\n"
 
 
 _TABLES = {"machines": table, "families": families}

@@ -57,7 +57,7 @@ def open_model(path: str | None, flag: str, **options: object) -> tuple[Checkpoi
       InputError: the flag is missing, or the folder does not contain a supported model.
     """
     if not path:
-        raise InputError(f"--{flag} is missing: name the folder of a model")
+        raise InputError(f"--{flag} is empty or missing: name a folder, a URL or a Hub name")
     folder = open_named(path, **options)
     return folder, layout_of(folder)
 

@@ -115,3 +115,5 @@ def test_what_ran_on_simulated_devices_is_not_called_measured() -> None:
             assert record["kind"] == "simulated devices", path
         if path.parent.name in ("estimated", "plans"):
             assert record["kind"] == "estimated", path
+        if record["benchmark"] == "full_checkpoint":  # a child process restores it onto several devices
+            assert record["results"]["restore"]["kind"] == "simulated devices"

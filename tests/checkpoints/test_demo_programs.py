@@ -29,7 +29,7 @@ from checkpoints.demo.programs import (
     write,
 )
 from checkpoints.demo.singles import SINGLES
-from checkpoints.demo.tasks import Parameter, Task
+from checkpoints.demo.tasks import Parameter, Task, choose_names
 from checkpoints.local_files import read_json_lines
 
 TASKS = {name: read_json_lines(FOLDER / name) for name in TASK_FILES}
@@ -128,6 +128,25 @@ def test_library_functions_to_train_on_are_neither_held_out_nor_tested(tmp_path:
     given = {prompt + body for prompt, body in pairs}
     assert given == {function.text for function in functions[: len(names)]} - held_out
     assert all(prompt.endswith(":") and body.startswith("\n    ") for prompt, body in pairs)
+
+
+def test_the_card_says_which_plain_functions_the_generator_makes() -> None:
+    bodies = set()
+    for task in SINGLES:
+        names = choose_names(task, random.Random(0)) | {"$f": "f"}
+        head = f"def f({', '.join(list(names)[: len(task.parameters)])}):"
+        for _, body in task.bodies:
+            text = head + "\n    " + body.replace("\n", "\n    ")
+            for marker, name in names.items():
+                text = text.replace(marker, name)
+            bodies.add(body_hash(text))
+    plain = TASKS["plain_tasks.jsonl"]
+    named = sum(any(row["name"] in task.names for task in SINGLES) for row in plain)
+    solved = sum(body_hash(row["prompt"] + row["completion"]) in bodies for row in plain)
+    assert (named, solved, len(plain)) == (49, 50, 50)
+    card = " ".join((FOLDER / "README.md").read_text("utf-8").split())
+    assert "49 of the 50 names do" in card
+    assert "the reference solutions of all 50 are bodies that the generator writes" in card
 
 
 def test_a_held_out_function_is_known_under_other_names() -> None:
