@@ -244,7 +244,7 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path) -> None:
 def test_a_host_alone(tmp_path: Path, fault: str, code: int) -> None:
     """A single host has the same exit codes and messages as several."""
     # Few tokens, so that they are finished within the grace period after SIGTERM, even on a busy machine.
-    more = [f"--fault={fault}", "--max_new_tokens=10"]
+    more = [f"--fault={fault}", "--max_new_tokens=5"]
     command = generate_command(*more, module="benchmarks.fault_injection")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr

@@ -100,7 +100,7 @@ def test_the_readmes_commands_and_a_signal(tmp_path: Path, compiled: str) -> Non
     block = readme[readme.index("## Quickstart") :].split("```bash\n")[2].partition("```")[0]
     commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line]
     assert len(commands) == 3
-    with started(tmp_path, "--mesh=tensor=1", compiled) as (url, process, log):
+    with started(tmp_path, "--mesh=tensor=1", compiled, f"--grace={PATIENCE}") as (url, process, log):
         answers = []
         for command in commands:
             assert command[0] == "curl"
@@ -117,7 +117,7 @@ def test_the_readmes_commands_and_a_signal(tmp_path: Path, compiled: str) -> Non
         process.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(PATIENCE)
-        assert process.wait(PATIENCE) == 0, log.read_text()
+        assert process.wait(2 * PATIENCE) == 0, log.read_text()
     assert all(text.rstrip().endswith("data: [DONE]") for text in texts), "none is cut short"
     assert "SIGTERM: finishing work in flight" in log.read_text()
 
