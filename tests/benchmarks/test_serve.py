@@ -340,7 +340,8 @@ def test_the_short_form_beside_another_checkout(tmp_path: Path) -> None:
     assert set(starts) == {"old", "new"}
     cold, warm = starts["new"]["cold"], starts["new"]["warm"][0]
     assert cold["programs"] == warm["programs"] > 0
-    assert (cold["programs_cached"], warm["programs_cached"]) == (0, warm["programs"])
+    # On a fast machine, some programs of this model are compiled within the 0.2 s from which on they are kept.
+    assert cold["programs_cached"] == 0 < warm["programs_cached"] <= warm["programs"]
     assert found["while_compiling"]["requests"] > 0
     assert found["while_compiling"]["compiling_ms"]["p99"] > 0
     assert all(row["same_text"] and row["times_generate"] > 0 for row in found["lone"])
