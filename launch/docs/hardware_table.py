@@ -46,9 +46,7 @@ def table() -> str:
         usable = f"{topology.chip.usable_bytes / 1e9:.1f}"
         dtype = "bfloat16" if quantization == "none" else quantization
         lines.append([f"`{topology}`", usable, dtype if any(found) else "do not fit", *map(_cell, found)])
-    return (
-        markdown(head, lines) + "\nNot shown: what a machine measures; caches and parallel rules; prompts in parts.\n"
-    )
+    return markdown(head, lines) + "\nNot shown: measured times; KV caches; parallel decoding.\n"
 
 
 def _workload(rows: int, prompt: int, new_tokens: int, quantization: str) -> Workload:
@@ -71,7 +69,7 @@ def families() -> str:
         found = [_best(machine, workload) for machine in FAMILY_MACHINES]
         kept = "KV" if config.objective == "autoregressive" else cache
         lines.append([f"`{model}`", config.family.attention, kept, _positions(workload, found), *map(_rates, found)])
-    return markdown(head, lines) + "\nNot shown: what a machine measures; parallel rules; the quality of the texts.\n"
+    return markdown(head, lines) + "\nNot shown: measured times; parallel decoding; the quality of the text.\n"
 
 
 _TABLES = {"machines": table, "families": families}

@@ -312,9 +312,8 @@ def _private_folder(path: str) -> Path | None:
             raise PermissionError(errno.EPERM, "it belongs to another user")
         if stat.S_IMODE(state.st_mode) & 0o022:
             raise PermissionError(errno.EPERM, "other users can write there; run chmod go-w, or name another folder")
-        need, verb = (
-            (os.W_OK, "write there") if is_main_process() else (os.R_OK, "read it")
-        )  # JAX writes on host 0 only
+        # JAX writes on host 0 only.
+        need, verb = (os.W_OK, "write there") if is_main_process() else (os.R_OK, "read it")
         if not os.access(folder, need | os.X_OK):
             raise PermissionError(errno.EACCES, f"this user cannot {verb}")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder

@@ -90,7 +90,7 @@ def test_who_reads_slowly_and_steadily_gets_everything(
 ) -> None:
     """Each pause is shorter than the time limit, and the whole response takes much longer.
 
-    The slower one reads 800 KB within the limit, in which the server's system would by default see no progress.
+    The slower one reads 800 KB within the limit, in which the server's kernel would by default show no progress.
     """
     with served(engine, CONFIG, limits=Limits(write_seconds=1.0)) as found, monkeypatch.context() as changed:
         changed.setattr(Backend, "model", lambda backend: {"id": "x" * size})
