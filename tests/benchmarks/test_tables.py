@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import summary
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.suite.passes import BATCHING, GRID, grid_name
 from benchmarks.suite.tables import suite_tables
@@ -118,3 +121,24 @@ def test_batching_is_judged_by_every_length_in_earlier_records_too() -> None:
     )
     record["results"] = {"rows": [], "acceptance": [item | {"ticked": None}]}
     assert suite_tables(record).splitlines()[-1] == f"- [ ] {BATCHING}: not run: why"
+
+
+def test_the_guide_has_ratios_of_the_records() -> None:
+    """Sentences outside the generated tables that have figures of the suite and of autoregressive decoding."""
+    folder = Path(summary.__file__).parent
+    guide = " ".join((folder / "README.md").read_text("utf-8").split())
+
+    def results(name: str) -> Any:
+        return json.loads((folder / "results" / f"{name}.json").read_text())["results"]
+
+    steps = {row["name"]: row["mean"] for row in results("suite_cpu")["rows"] if row["section"] == "denoise step"}
+    times = steps["batch 8, canvas 512"] / steps["batch 1, canvas 512"]
+    assert f"a step of 8 rows of 512 positions takes {times:.1f} times as long as a step of one" in guide
+    rates = {
+        (row["new_tokens"], row["cached"]): row["tokens_per_second"]["mean"]
+        for row in results("autoregressive")
+        if row["variant"] == "float32"
+    }
+    short, long = (rates[count, True] / rates[count, False] for count in (15, 128))
+    assert f"in float32 it takes {short:.1f} times as long as a cached step at 31 positions" in guide
+    assert f"and {long:.1f} times as long at 144" in guide
