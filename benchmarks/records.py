@@ -29,6 +29,7 @@ from sharding.errors import InputError
 Kind = Literal["measured", "simulated devices", "estimated"]
 
 _REPOSITORY = Path(__file__).parent.parent
+_CPUINFO = Path("/proc/cpuinfo")
 # Packages that determine the speed of programs: compilers and their runtimes. Not every machine has all of them.
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
 # Timed calls that a limit of time leaves: a median and a spread require several.
@@ -188,12 +189,18 @@ def repository_commit(root: Path = _REPOSITORY) -> str | None:
     return named.read_text(encoding="utf-8").strip() if named.is_file() else _git("rev-parse", "HEAD", root=root)
 
 
-def _processor() -> str:
+def _processor() -> dict[str, str | None]:
+    """Return the processor's name, and its generation, which virtual machines leave out of the name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = _CPUINFO.read_text().partition("\n\n")[0].splitlines()
     except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        lines = []
+    found = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+    generation = [f"{key} {found[key]}" for key in ("cpu family", "model") if key in found]
+    return {
+        "processor": found.get("model name") or platform.processor() or platform.machine(),
+        "processor_generation": ", ".join(generation) or None,
+    }
 
 
 def build_record(
@@ -230,7 +237,7 @@ def build_record(
         | {package: version for package in _PACKAGES if (version := package_version(package))},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
-            "processor": _processor(),
+            **_processor(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
             "platform": devices[0].platform if devices else None,

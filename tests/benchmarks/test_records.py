@@ -78,6 +78,26 @@ def test_a_record_names_the_driver_and_the_runtime(monkeypatch: pytest.MonkeyPat
     assert build_record("a", kind="measured", settings={}, results={})["machine"]["driver"] == "580.65.06"
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("model name\t: An A\ncpu family\t: 25\nmodel\t\t: 17\n\nmodel\t: 18\n", ("An A", "cpu family 25, model 17")),
+        ("processor\t: 0\nCPU part\t: 0xd0c\n", ("aarch64", None)),
+        (None, ("aarch64", None)),
+    ],
+)  # fmt: skip
+def test_a_record_has_the_generation_of_the_processor(
+    text: str | None, found: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(records, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.processor", str)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    made = build_record("a", kind="measured", settings={}, results={})["machine"]
+    assert (made["processor"], made["processor_generation"]) == found
+
+
 def test_a_copy_without_the_history_names_its_commit(tmp_path: Path) -> None:
     (tmp_path / ".commit").write_text("0123abcd\n")
     assert records.repository_commit(tmp_path) == "0123abcd"
