@@ -29,9 +29,9 @@ from sharding.errors import InputError
 Kind = Literal["measured", "simulated devices", "estimated"]
 
 _REPOSITORY = Path(__file__).parent.parent
-_CPUINFO = Path("/proc/cpuinfo")
 # Packages that determine the speed of programs: compilers and their runtimes. Not every machine has all of them.
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
+CPUINFO = Path("/proc/cpuinfo")
 # Timed calls that a limit of time leaves: a median and a spread require several.
 LEAST_REPEATS = 3
 _PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch", "transformers")
@@ -192,7 +192,7 @@ def repository_commit(root: Path = _REPOSITORY) -> str | None:
 def _processor() -> dict[str, str | None]:
     """Return the processor's name, and its generation, which virtual machines leave out of the name."""
     try:
-        lines = _CPUINFO.read_text().partition("\n\n")[0].splitlines()
+        lines = CPUINFO.read_text().partition("\n\n")[0].splitlines()
     except OSError:
         lines = []
     found = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}

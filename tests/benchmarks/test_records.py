@@ -91,7 +91,7 @@ def test_a_record_has_the_generation_of_the_processor(
 ) -> None:
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(records, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(records, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("platform.processor", str)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     made = build_record("a", kind="measured", settings={}, results={})["machine"]
