@@ -36,3 +36,12 @@ def test_without_the_compiler_a_record_says_so(
     assert meshes[0]["mesh"] == "data=1,sequence=8,tensor=1"
     assert not any("compiled" in mesh for mesh in meshes)
     assert "all-reduce over tensor" in record["results"]["why"]
+
+
+def test_every_plan_in_the_repository_was_compiled() -> None:
+    """A run without JAX's CUDA plugin writes plans of GPUs too, without the compiler's figures."""
+    made = sorted((Path(plans.__file__).parent / "results" / "plans").glob("*.json"))
+    assert len(made) == 7
+    for path in made:
+        record = json.loads(path.read_text())
+        assert any("compiled" in mesh for mesh in record["results"]["meshes"]), path
