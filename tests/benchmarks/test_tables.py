@@ -123,8 +123,8 @@ def test_batching_is_judged_by_every_length_in_earlier_records_too() -> None:
     assert suite_tables(record).splitlines()[-1] == f"- [ ] {BATCHING}: not run: why"
 
 
-def test_the_guide_has_ratios_of_the_records() -> None:
-    """Sentences outside the generated tables that have figures of the suite and of autoregressive decoding."""
+def test_the_guides_have_figures_of_the_records() -> None:
+    """Sentences outside the generated tables."""
     folder = Path(summary.__file__).parent
     guide = " ".join((folder / "README.md").read_text("utf-8").split())
 
@@ -142,3 +142,6 @@ def test_the_guide_has_ratios_of_the_records() -> None:
     short, long = (rates[count, True] / rates[count, False] for count in (15, 128))
     assert f"in float32 it takes {short:.1f} times as long as a cached step at 31 positions" in guide
     assert f"and {long:.1f} times as long at 144" in guide
+    checkpoints = (folder.parent / "checkpoints" / "README.md").read_text("utf-8")
+    peak = results("full_checkpoint")["convert"]["peak_resident_bytes"] / 1e9
+    assert f"it peaks at {peak:.1f} GB for DiffuCoder-7B" in checkpoints
