@@ -11,6 +11,7 @@ import pytest
 from benchmarks import compile_times
 from benchmarks.compile_times import TARGETS, compile_times_table
 from launch.process.startup import run_launcher
+from sharding import aot
 
 RECORD = Path(compile_times.__file__).with_name("results") / "compile_times.json"
 
@@ -31,6 +32,18 @@ def test_each_program_is_compiled_in_each_trial(tmp_path: Path, monkeypatch: pyt
     assert compiled == [("cpu", False), ("cpu", True)] * 2
     record = json.loads((tmp_path / "compile_times.json").read_text())
     assert "| cpu | 8.0 (7.0 to 9.0) | 2.0 (2.0 to 2.0) |" in compile_times_table(record)
+
+
+def test_without_a_compiler_no_record_is_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aot, "missing_compiler", lambda platform: "pip install it" if platform == "gpu" else None)
+    monkeypatch.setattr(compile_times, "compile_once", lambda *_: pytest.fail("compiled before compilers are found"))
+    with pytest.raises(SystemExit) as caught:
+        run(f"--output_dir={tmp_path}")
+    assert caught.value.code == 2
+    assert "compiling for 1xh200 requires a compiler that is not installed: pip install it" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
