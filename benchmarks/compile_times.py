@@ -98,10 +98,9 @@ def main(values: flags.FlagValues) -> None:
     """
     compile_only()
     notes, results = load_notes(), {}
-    named = {target: TARGETS[target] for target in values.targets}
     targets = {
-        target: jax.devices("cpu") if name is None else aot_devices(parse_topology(name))
-        for target, name in named.items()
+        target: aot_devices(parse_topology(name)) if (name := TARGETS[target]) else jax.devices("cpu")
+        for target in values.targets
     }
     for target, devices in targets.items():
         seconds: dict[str, list[float]] = {"unrolled": [], "scanned": []}
