@@ -20,7 +20,16 @@ from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
-from checkpoints.folder import STAGING_SUFFIX, CheckpointFolder, local_path
+from checkpoints.file_list import FILES_FILE
+from checkpoints.folder import (
+    STAGING_SUFFIX,
+    WEIGHTS_FOLDER,
+    CheckpointFolder,
+    find_arrays,
+    is_safetensors,
+    is_side_file,
+    local_path,
+)
 from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE, Manifest
 from checkpoints.storage import Storage
@@ -29,8 +38,11 @@ from checkpoints.storage import Storage
 MARK_FILE = "diffumesh.converting"
 # Other names of the schemes of object stores, with which fsspec reads.
 _SAME_SCHEMES = {"gcs": "gs", "s3a": "s3"}
-# Only a folder with one of these files is replaced: others are not checkpoints.
-_CHECKPOINT_FILES = {"config.json", MANIFEST_FILE, MARK_FILE}
+# Files that a conversion writes beside those of a model folder.
+_OWN_FILES = {MANIFEST_FILE, FILES_FILE, MARK_FILE}
+# Files of a download from the Hub that are not part of the model.
+_HUB_FILES = {"README.md", ".gitattributes"}
+_HUB_FOLDER = ".cache/huggingface/"
 
 
 @dataclass
@@ -90,7 +102,7 @@ class FolderOutput:
             if self.path.exists() and not overwrite:
                 raise CheckpointError(f"{self.path} exists; name another output, or pass --overwrite to replace it")
             if self.path.exists():
-                _check_replaced(self.place, os.listdir(self.path))
+                _check_replaced(self.place, CheckpointFolder(self.path, self.place).names())
             said = self.clean_up()
             if said and self.path.exists() and not overwrite:
                 raise CheckpointError(f"{said[0]}; it exists: name another output, or pass --overwrite to replace it")
@@ -305,12 +317,34 @@ Output = FolderOutput | ObjectOutput
 
 
 def _check_replaced(place: str, names: list[str]) -> None:
-    """Check that a folder, given the names in it, is empty, a checkpoint, or what a conversion left of one."""
-    if names and _CHECKPOINT_FILES.isdisjoint(names):
+    """Check that a folder, given its files, is empty, a checkpoint, or what a conversion left of one, and no more.
+
+    Replacing a folder deletes all of its files, so it must not contain any that a checkpoint does not have.
+    """
+    arrays = find_arrays(set(names).__contains__)
+    has_weights = arrays is not None or any(map(is_safetensors, names))
+    if names and not (has_weights and "config.json" in names) and {MANIFEST_FILE, MARK_FILE}.isdisjoint(names):
         raise CheckpointError(
-            f"{place} is not a checkpoint (it has no config.json), so it is not replaced; it contains "
-            f"{', '.join(sorted(names))!s:.200}; name another output"
+            f"{place} is not a checkpoint (it has no {'config.json' if has_weights else 'weights'}), so it is not "
+            f"replaced; it contains {_some(names)}; name another output"
         )
+    if arrays == "":
+        return  # every other file may be one of Orbax's
+    top = (WEIGHTS_FOLDER if arrays is None else arrays).partition("/")[0]
+    if others := [
+        name
+        for name in names
+        if name not in _OWN_FILES | _HUB_FILES
+        and not (is_side_file(name) or is_safetensors(name) or name.startswith((f"{top}/", _HUB_FOLDER)))
+    ]:
+        raise CheckpointError(
+            f"{place} contains files that are not part of a checkpoint and would be deleted with the old one: "
+            f"{_some(others)}; move them, or name another output"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(sorted(names)[:10])!s:.200}{', ...' if len(names) > 10 else ''}"
 
 
 def _lists_all_files(folder: Path) -> bool:

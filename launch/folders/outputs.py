@@ -12,7 +12,9 @@ from runtime import InputError
 def define_output_flags(values: flags.FlagValues) -> None:
     """Define the flags of a command that writes a checkpoint."""
     flags.DEFINE_string("output", None, "Folder to write; convert also writes to gs://.", flag_values=values)
-    flags.DEFINE_bool("overwrite", False, "Replace the output if it is a checkpoint.", flag_values=values)
+    flags.DEFINE_bool(
+        "overwrite", False, "Replace the output if it is a checkpoint and contains no other files.", flag_values=values
+    )
 
 
 def prepare_output(values: flags.FlagValues, everyone: Processes) -> Output:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import CheckpointError, open_folder
+from checkpoints import DEMO, CheckpointError, open_folder
 from checkpoints import output as output_module
 from checkpoints.conversion import convert
 from checkpoints.exchange import exchange
@@ -85,12 +86,39 @@ def test_only_checkpoints_are_replaced(micro: Path, tmp_path: Path) -> None:
     models = tmp_path / "models"
     shutil.copytree(micro, models / "one")
     (models / "notes.txt").write_text("dear to them")
-    with pytest.raises(CheckpointError, match=r"is not a checkpoint \(it has no config.json\).* notes.txt, one; name"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint \(it has no weights\).* notes.txt, one/.*; name"):
         FolderOutput(models).prepare(overwrite=True)
     assert contents(models / "one") == contents(micro)
-    for name in ("model.safetensors", "tokenizer.json"):
-        (models / "one" / name).unlink(missing_ok=True)
+    (models / "one" / "tokenizer.json").unlink(missing_ok=True)
+    (models / "one" / "README.md").touch()
     FolderOutput(models / "one").prepare(overwrite=True)  # damaged, but a checkpoint
+    (models / "one" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint \(it has no weights\)"):
+        FolderOutput(models / "one").prepare(overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["notes.txt", "modeling_dream.py", "optimizer.pt", "logs/run.json", ".git/HEAD", "NOTES.md", "one/config.json"],
+)
+@pytest.mark.parametrize("canonical", [False, True], ids=["huggingface", "canonical"])
+def test_files_that_no_checkpoint_has_are_kept(micro: Path, tmp_path: Path, canonical: bool, name: str) -> None:
+    """They would be deleted with the old checkpoint."""
+    folder = tmp_path / "model"
+    to_canonical(micro, folder) if canonical else shutil.copytree(micro, folder)
+    FolderOutput(folder).prepare(overwrite=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match=f"not part of a checkpoint .*: {re.escape(name)}; move them"):
+        FolderOutput(folder).prepare(overwrite=True)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_demo_is_not_replaced() -> None:
+    """Its folder is also a package."""
+    with pytest.raises(CheckpointError, match="not part of a checkpoint"):
+        FolderOutput(DEMO).prepare(overwrite=True)
 
 
 def test_what_appears_during_a_conversion_is_not_replaced(micro: Path, tmp_path: Path) -> None:
