@@ -6,10 +6,12 @@ import importlib
 import os
 import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART
 from launch.process.startup import fail, version
-from launch.process.streams import prepare_streams
+from launch.process.streams import drop_output, prepare_streams
 
 LAUNCHERS = {
     "generate": "complete prompts with a language model on any mesh",
@@ -48,19 +50,27 @@ def run() -> None:
     if command in ("--help", "-h", "help", "--version"):
         try:
             print(f"diffumesh {version()}" if command == "--version" else usage(), flush=True)
+        except BrokenPipeError:
+            drop_output()  # as `diffumesh --help | head` does
         except OSError as error:
             fail(f"standard output: {error.strerror}")
     elif command in LAUNCHERS:
         # The first process of a container ignores SIGTERM otherwise. Commands replace this handler once they start.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_RESTART))
-        try:
-            launcher = importlib.import_module(f"launch.{command}")
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(EXIT_INTERRUPTED)
+        # Python drops a KeyboardInterrupt in a callback of its garbage collector, and JAX has one.
+        before = signal.getsignal(signal.SIGINT)
+        if before == signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupted)
+        launcher = importlib.import_module(f"launch.{command}")
+        signal.signal(signal.SIGINT, before)
         launcher.run([f"diffumesh {command}", *sys.argv[2:]])
     else:
         fail(f'there is no command "{command}"\n\n{usage()}')
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

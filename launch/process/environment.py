@@ -7,16 +7,19 @@ import platform
 import re
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from launch.hosts.preflight import version_facts
-from runtime import AOT_ENVIRONMENT
+from runtime import AOT_ENVIRONMENT, InputError
 
 # Environment variables that affect a run. Others are not shown, because the environment may hold secrets.
 _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Files of TPU devices in /dev.
 TPU_FILES = ("accel*", "vfio/*")
+# Packages with JAX's CUDA plugin.
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
@@ -29,10 +32,36 @@ def describe_absent_tpu() -> None:
     """
     import jax
 
-    found = any(list(Path("/dev").glob(pattern)) for pattern in TPU_FILES)
-    if not found and os.environ.get("TPU_SKIP_MDS_QUERY") == "1" and not jax.config.values["jax_platforms"]:
+    if not _has_tpu() and os.environ.get("TPU_SKIP_MDS_QUERY") == "1" and not jax.config.values["jax_platforms"]:
         for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
             os.environ.setdefault(name, AOT_ENVIRONMENT[name])
+
+
+def check_platforms() -> None:
+    """Check that the platforms that ``JAX_PLATFORMS`` names can be opened, as far as can be known without opening them.
+
+    JAX fails with an empty assertion where a plugin is not installed.
+
+    Raises:
+      InputError: a platform is unknown, its plugin is not installed, or this machine has no TPU.
+    """
+    import jax
+
+    named = jax.config.values["jax_platforms"] or ""
+    wrong = f"JAX_PLATFORMS={named}: "
+    for name in filter(None, named.split(",")):
+        if name == "cuda" and not any(map(find_spec, _CUDA_PLUGINS)):
+            raise InputError(f"{wrong}JAX's CUDA plugin is not installed; pip install -e '.[cuda]'")
+        if name == "tpu" and find_spec("libtpu") is None:
+            raise InputError(f"{wrong}libtpu is not installed; pip install -e '.[tpu]'")
+        if name == "tpu" and not _has_tpu():
+            raise InputError(
+                f"{wrong}this machine has no TPU (no {' or '.join(f'/dev/{pattern}' for pattern in TPU_FILES)})"
+            )
+
+
+def _has_tpu() -> bool:
+    return any(list(Path("/dev").glob(pattern)) for pattern in TPU_FILES)
 
 
 def nvidia_driver() -> str | None:

@@ -49,6 +49,8 @@ class Interruption:
         self._before: Any = None
 
     def __enter__(self) -> Interruption:
+        if this_host().count == 1 and this_host().interrupted:
+            raise KeyboardInterrupt  # Python dropped the first one: it came in a callback of the garbage collector
         self._begun = time.monotonic()
         this_host().end_within(SECONDS_TO_END, interruptible=True)
         if threading.current_thread() is threading.main_thread() and this_host().process_index == 0:

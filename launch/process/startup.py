@@ -148,6 +148,8 @@ def _message_to_user(error: Exception) -> str | None:
     """Return the message for an error that the user can fix and a restart cannot; None for other errors."""
     if isinstance(error, (InputError, flags.Error)):
         return str(error)
+    if isinstance(error, RuntimeError) and "not in the list of known backends" in str(error):
+        return f"JAX_PLATFORMS: {error}"
     if isinstance(error, OSError) and error.errno in _OF_USERS:
         why = os.strerror(error.errno)
         if error.filename is None and error.strerror not in (None, why):
@@ -167,6 +169,8 @@ def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str], fi
         return False
     try:
         print(text, flush=True)
+    except BrokenPipeError:
+        drop_output()
     except OSError as error:
         fail(f"standard output: {error.strerror}")
     return True
@@ -251,12 +255,13 @@ def start_devices(
         :data:`SECONDS_TO_END`.
 
     Raises:
-      InputError: hosts differ, jit is disabled, or the compile cache is not a folder.
+      InputError: hosts differ, jit is disabled, ``JAX_PLATFORMS`` names what is not there, or the compile cache is not
+        a folder.
     """
     import jax
 
     from launch.hosts import preflight
-    from launch.process.environment import describe_absent_tpu
+    from launch.process.environment import check_platforms, describe_absent_tpu
 
     if jax.config.values["jax_disable_jit"]:
         raise InputError("JAX_DISABLE_JIT is set, but programs are compiled ahead of time: unset it")
@@ -270,6 +275,7 @@ def start_devices(
     if values.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", values.devices)
+    check_platforms()
     if values.compile_cache and (folder := _private_folder(values.compile_cache)) is not None:
         # JAX writes the cache on host 0 only.
         jax.config.update("jax_compilation_cache_dir", str(folder))

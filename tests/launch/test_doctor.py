@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from checkpoints import DEMO
 from launch import convert, doctor, verify
 from launch.process import collectives, environment
-from runtime import MeshSpec
+from runtime import InputError, MeshSpec
 
 
 def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -109,3 +110,45 @@ def test_libtpu_is_silent_only_where_there_is_no_tpu(before: str, errors: bool) 
     assert ("TPU_ACCELERATOR_TYPE" in done.stderr) == errors, done.stderr
     if "tpu,cpu" not in before:
         assert done.stdout == "cpu\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("named", "installed", "devices", "expected"),
+    [
+        ("cuda", [], ["null"], "JAX_PLATFORMS=cuda: JAX's CUDA plugin is not installed; pip install -e '.[cuda]'"),
+        ("cuda", ["jax_cuda12_plugin"], [], None),
+        ("tpu,cpu", [], ["null"], "JAX_PLATFORMS=tpu,cpu: libtpu is not installed; pip install -e '.[tpu]'"),
+        ("tpu", ["libtpu"], ["no-such-device"], "JAX_PLATFORMS=tpu: this machine has no TPU (no /dev/no-such-device)"),
+        ("tpu", ["libtpu"], ["null"], None),
+        ("cpu", [], [], None),
+        (None, [], [], None),
+    ],
+)
+def test_platforms_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, installed: list[str], devices: list[str], expected: str | None
+) -> None:
+    import jax
+
+    monkeypatch.setattr(environment, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(environment, "TPU_FILES", tuple(devices))
+    monkeypatch.setattr(jax, "config", SimpleNamespace(values={"jax_platforms": named}))
+    if expected is None:
+        environment.check_platforms()
+    else:
+        with pytest.raises(InputError) as caught:
+            environment.check_platforms()
+        assert str(caught.value) == expected
+
+
+def test_a_platform_that_jax_does_not_know() -> None:
+    own = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.doctor", "--compile_cache="],
+        env=own,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "no_such_platform" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from absl import flags
@@ -54,3 +57,15 @@ def test_help_shows_what_is_needed_first(capsys: pytest.CaptureFixture[str], com
     first, text = shown(capsys, command, "--help")
     assert needed <= set(first)
     assert f"  diffumesh {command} --" in text, "an example"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["models", "--help"], ["models", "--version"]])
+def test_help_that_nobody_reads_to_the_end(arguments: list[str]) -> None:
+    """As with `diffumesh --help | head`, whose pipe is closed early."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.main", *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

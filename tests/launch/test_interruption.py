@@ -179,3 +179,47 @@ def test_a_process_without_text_has_five_seconds_to_stop(monkeypatch: pytest.Mon
     code, ended = clock.exits.get()
     assert code == 130
     assert 0 < ended - begun <= LIMIT
+
+
+# Python drops what a callback of its garbage collector raises, and JAX has such a callback.
+SIGNAL_IN_A_CALLBACK = """if True:
+    import gc, os, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    def interrupt():
+        gc.callbacks.append(lambda phase, info: (gc.callbacks.clear(), signal.raise_signal(signal.SIGINT)))
+        gc.collect()
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        """
+    import importlib
+    from launch import main
+    importlib.import_module = lambda name: interrupt()
+    sys.argv = ["diffumesh", "generate"]
+    main.run()
+""",
+        """
+    import time
+    from launch.process import interruption, startup
+    with startup.this_host() as alone:
+        interrupt()
+        while not alone.interrupted:
+            time.sleep(0.01)
+        try:
+            with interruption.Interruption(1, len):
+                print("generating")
+        except KeyboardInterrupt:
+            sys.exit(130)
+""",
+    ],
+    ids=["while modules are imported", "before a generation"],
+)
+def test_a_ctrl_c_that_python_drops(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNAL_IN_A_CALLBACK + program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout == ""
