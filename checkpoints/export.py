@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from checkpoints.huggingface import INDEX_FILE, SINGLE_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.lora import merged_tensors
 from checkpoints.opening import open_tensors
-from checkpoints.output import FolderOutput
+from checkpoints.output import MARK_FILE, FolderOutput
 from checkpoints.source import StoredTensors
 from runtime.models.families import model_layout, parse_config
 
@@ -53,6 +54,8 @@ def export_checkpoint(source: CheckpointFolder, output: FolderOutput, *, progres
                 file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
                 tensors = {name: np.ascontiguousarray(found[name].whole()) for name in names}
                 save_file(tensors, output.staging / file, {"format": "pt"})
+                # safetensors makes a file that its user alone can read.
+                shutil.copymode(output.staging / MARK_FILE, output.staging / file)
                 _sync(output.staging / file)
                 claims.update(dict.fromkeys(names, file))
                 done += sum(found[name].bytes for name in names)

@@ -105,7 +105,7 @@ class Engine(TokenEngine):
           CheckpointError, ConfigError, MeshError, InputError: the checkpoint, the mesh or an argument is wrong.
         """
         check_options(dtype=dtype, attention=attention, kv_cache=kv_cache, quantize=quantize, verify=verify)
-        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        spec = MeshSpec.read(mesh)
         folder, drafting = _open_models(path, lora, draft, (revision, draft_revision), token, offline, verify)
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
@@ -140,7 +140,7 @@ class Engine(TokenEngine):
         Raises:
           MeshError: the weights do not fit on the devices.
         """
-        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        spec = MeshSpec.read(mesh)
         layout, _, _ = choose_layout(config, spec, devices, dtype, quantize=quantize)
         return cls(layout, random_weights(layout, seed, dtype), **options)
 

@@ -53,6 +53,19 @@ class MeshSpec:
             raise MeshError(f"mesh {self}: only one axis can be -1")
 
     @classmethod
+    def read(cls, mesh: str | MeshSpec | None) -> MeshSpec | None:
+        """Return the mesh that an argument names: a string is parsed, None stays None.
+
+        Raises:
+          MeshError: it is none of these, or :meth:`parse` rejects the string.
+        """
+        if isinstance(mesh, str):
+            return cls.parse(mesh)
+        if not isinstance(mesh, MeshSpec | None):
+            raise MeshError(f'mesh: expected a string such as "data=2,tensor=4" or a MeshSpec, not {mesh!r:.100}')
+        return mesh
+
+    @classmethod
     def parse(cls, text: str) -> MeshSpec:
         """Parse the axis sizes in a string such as ``"data=2,sequence=1,tensor=4"``. Missing axes have size 1.
 

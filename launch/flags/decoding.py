@@ -149,7 +149,11 @@ def decoding_config(
         # Values from the checkpoint's generation config are named without dashes.
         wrong = error.field
         text = error.spelled(lambda name: name if name == wrong and name not in given else f"--{name}")
-        raise InputError(text, field=wrong) from error
+        stored = [
+            one.name for one in declared_parameters(DiffusionConfig) if one.in_checkpoint in folder.generation_config
+        ]
+        where = f"{folder.place}/generation_config.json: " if wrong in stored and wrong not in given else ""
+        raise InputError(f"{where}{text}", field=wrong) from error
 
 
 def _diffusion_config(

@@ -36,7 +36,7 @@ def read_prompts(values: flags.FlagValues) -> list[str]:
             with Path(name).open("rb") as file:
                 prompts.append(_read(file, f"--prompt_file={name}"))
         except OSError as error:
-            raise InputError(f"--prompt_file={name}: cannot be read as UTF-8 text ({error})") from error
+            raise InputError(f"--prompt_file={name}: cannot be read ({error.strerror})") from error
     if not prompts:
         # All hosts use the standard input of host 0.
         prompts = [this_host().gather("standard input", read_standard_input() if is_main_process() else "")[0]]

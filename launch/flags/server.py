@@ -50,7 +50,9 @@ def define_server_flags(values: flags.FlagValues) -> None:
 
     string("host", "127.0.0.1", "Address to listen on. Any other than loopback requires --api_key_file.")
     integer("port", 8000, "Port to listen on; 0 for a free one.", 0, 65535)
-    string("api_key_file", None, "File of API keys, one per line, readable only by its owner; all requests need a key.")
+    string(
+        "api_key_file", None, "File of API keys, of 16 or more characters, one per line, that only its owner can read."
+    )
     flags.DEFINE_list(
         "allowed_hosts",
         None,

@@ -35,7 +35,9 @@ class Keys:
                 raise InputError(f"{flag}: other users can read this file; run chmod 600 {path}")
             with path.open("rb") as file:
                 text = file.read(_MAX_BYTES + 1).decode("ascii")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise InputError(f"{flag}: cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:
             raise InputError(f"{flag}: cannot be read as text ({error})") from error
         lines = [line.strip() for line in text.splitlines()]
         found = [line for line in lines if line and not line.startswith("#")]

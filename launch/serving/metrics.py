@@ -27,7 +27,11 @@ class Metrics:
             return made.labels(**self._labels)
 
         self._requests = counter("request_success", "Finished completions.", "finished_reason")
-        self._refused = counter("request_refused", "Refused requests.", "reason")
+        self._refused = counter(
+            "request_refused",
+            "Requests refused because of the queue or the state of the server, not for what they ask.",
+            "reason",
+        )
         self._aborted = counter("request_given_up", "Accepted requests that were aborted.", "reason")
         self._prompt = counter("prompt_tokens", "Prompt tokens of rows that were inserted into a slot.").labels(
             **self._labels

@@ -268,12 +268,15 @@ class Seeds:
             raise wrong_value(name, value, self.expected) from None
 
     def parse(self, text: str) -> Any:
-        """Parse seeds separated by commas. Other text is returned as it is, and :meth:`read` rejects it."""
-        parts = text.split(",")
+        """Parse a seed, or seeds separated by commas; one that a comma follows is a list of one.
+
+        Other text is returned as it is, and :meth:`read` rejects it.
+        """
+        parts = text.removesuffix(",").split(",")
         if not all(part.isascii() and part.isdigit() for part in parts):
             return text
         seeds = [self.seed.parse(part) for part in parts]
-        return seeds[0] if len(seeds) == 1 else seeds
+        return seeds if "," in text else seeds[0]
 
 
 @dataclass(frozen=True)

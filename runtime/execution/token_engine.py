@@ -84,6 +84,8 @@ class TokenEngine:
 
     def _resolved(self, config: GenerationConfig | None) -> GenerationConfig:
         """Fill in the model-dependent defaults of a configuration. None is the model's default configuration."""
+        if not isinstance(config, DiffusionConfig | SamplingConfig | None):
+            raise InputError(f"config: expected a DiffusionConfig or a SamplingConfig, not {config!r:.100}")
         return with_model_blocks(config or default_config(self.config), self.config)
 
     def _with_early_stop(self, config: GenerationConfig | None) -> GenerationConfig:

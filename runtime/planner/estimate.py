@@ -429,8 +429,9 @@ def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[E
 def what_would_help(found: Estimate) -> str:
     """Return a phrase that names the largest tensors on a device, and what would make them smaller."""
     largest = [f"{one.name} {one.bytes / 1e9:.2f} GB" for one in found.memory.largest[:3] if one.bytes]
-    help_ = dict.fromkeys(one.smaller_by for one in found.memory.largest[:2] if one.bytes)
-    return f"largest: {', '.join(largest)}. What would help: {'; '.join(help_)}; or more or larger chips"
+    ways = ", ".join(one.smaller_by for one in found.memory.largest[:2] if one.bytes).replace(", or ", ", ").split(", ")
+    help_ = dict.fromkeys(way for way in ways if found.topology.num_devices > 1 or "axis" not in way)
+    return f"largest: {', '.join(largest)}. What would help: {', '.join([*help_, 'more or larger chips'])}"
 
 
 def shortage(found: Estimate) -> str:
@@ -444,7 +445,6 @@ def shortage(found: Estimate) -> str:
 def out_of_memory(estimates: Sequence[Estimate], topology: Topology) -> str:
     """Return a message that no mesh fits, with the shortage of the mesh that needs the least memory."""
     if not estimates:
-        count = topology.num_devices
-        return f"the model and the batch cannot be divided over any mesh of all {count} devices of {topology}"
+        return f"model and batch cannot be divided over any mesh of all {topology.num_devices} devices of {topology}"
     closest = min(estimates, key=lambda one: one.memory.total)
     return f"no mesh of {topology} fits. The mesh that comes closest: {shortage(closest)}"

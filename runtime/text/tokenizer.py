@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +22,8 @@ Result = TypeVar("Result")
 
 # If more conversations of a file than this time out, the chat template itself is considered broken.
 _MAX_TIMEOUTS = 3
+# Half of a pair of UTF-16. Python has one where an argument or a JSON text is not valid UTF-8.
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class UndecodableError(InputError):
@@ -354,8 +357,10 @@ def encode_prompts(
       CheckpointError: ``chat`` is set, but the checkpoint has no chat template.
     """
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    if not prompts or not all(isinstance(text, str) for text in prompts):
+    if not prompts or not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
         raise InputError("prompts: expected a string, or a non-empty list of strings")
+    if broken := [number for number, text in enumerate(prompts) if _LONE_SURROGATE.search(text)]:
+        raise InputError(f"prompt {broken[0]} is not valid UTF-8", field="prompt")
     encoded = [tokenizer.encode_chat(text) if chat else tokenizer.encode(text) for text in prompts]
     empty = [number for number, tokens in enumerate(encoded) if not tokens]
     if empty:

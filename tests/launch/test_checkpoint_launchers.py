@@ -73,6 +73,9 @@ def test_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     export.run(["export", f"--checkpoint={tmp_path / 'checkpoint'}", f"--output={tmp_path / 'back'}"])
     assert capsys.readouterr().out == f"{tmp_path / 'back'}\n"
     assert contents(tmp_path / "back") == contents(source)
+    assert len({path.stat().st_mode for path in (tmp_path / "back").iterdir()}) == 1, (
+        "all are readable by the same users"
+    )
 
 
 def test_outputs_that_are_refused(source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -348,6 +348,13 @@ def test_meshes_that_do_not_fit_say_what_would_help(capsys: pytest.CaptureFixtur
     assert all("a larger tensor axis" in one["does_not_fit"] for one in too_large)
 
 
+def test_what_would_help_one_chip(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no axis that could be larger. Nothing is named twice."""
+    with pytest.raises(SystemExit):
+        run(capsys, "--topology=l4", "--prompt=1500", "--new_tokens=500", "--batch=64")
+    assert capsys.readouterr().err.endswith("What would help: int8, fewer rows, more or larger chips\n")
+
+
 def test_machines_that_a_mesh_cannot_be_laid_over_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, "--topology=all", "--mesh=data=2,tensor=4", "--json"))
     verdicts = {one["topology"]: one["verdict"] for one in found["plans"]}

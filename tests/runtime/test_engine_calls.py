@@ -12,7 +12,7 @@ import pytest
 from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine, RowRequest, parse_config, place_suffix
 from runtime.planner.presets import PRESETS
-from sharding.errors import InputError
+from sharding.errors import InputError, MeshError
 from tests import golden_cases
 from tests.divergence import ROUNDING
 from tests.runtime.engine_rows import (
@@ -28,6 +28,22 @@ from tests.runtime.engine_rows import (
     rows,
     shifted,
 )
+
+# ---- arguments of a wrong type ------------------------------------------------------------------------------------
+
+
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    golden = golden_cases.engine()
+    engine = Engine(golden.layout, golden.weights)
+    wrong: Any = {"max_new_tokens": 3}
+    ids, mask = rows()
+    for call in (engine.generate_tokens, lambda *arguments: list(engine.stream_tokens(*arguments))):
+        with pytest.raises(InputError, match=r"config: expected a DiffusionConfig or a SamplingConfig, not \{'max_new"):
+            call(ids, mask, wrong)
+    wrong = {"tensor": 1}
+    with pytest.raises(MeshError, match=r"mesh: expected a string such as .* or a MeshSpec, not \{'tensor': 1\}"):
+        Engine.load(DEMO, mesh=wrong)
+
 
 # ---- compile counts ---------------------------------------------------------------------------------------------
 
@@ -340,8 +356,15 @@ def test_a_text_is_a_list_of_one(demo: Engine) -> None:
         assert all(len(piece) == count for piece in pieces)
         assert ["".join(row) for row in zip(*pieces, strict=True)] == [one.text for one in together[:count]]
     assert "".join(demo.stream(texts[0], config)) == alone[0].text
-    for wrong in ([], [7], ""):
-        with pytest.raises(InputError):
+    not_text: Any = 7
+    for wrong, why in [
+        ([], "prompts: expected a string, or a non-empty list of strings"),
+        ([7], "prompts: expected"),
+        (not_text, "prompts: expected"),
+        ("", "prompt 0 is empty"),
+        (["x", "\ud800"], "prompt 1 is not valid UTF-8"),
+    ]:
+        with pytest.raises(InputError, match=why):
             demo.generate(wrong, config)
 
 

@@ -81,6 +81,8 @@ def test_values_that_no_float_holds_or_python_cannot_print_are_wrong() -> None:
         (Boolean(), "1", "1"),
         (Seeds(Integer(0, 9)), "7", 7),
         (Seeds(Integer(0, 9)), "7,8", [7, 8]),
+        (Seeds(Integer(0, 9)), "7,", [7]),
+        (Seeds(Integer(0, 9)), ",", ","),
         (Seeds(Integer(0, 9)), "7, 8", "7, 8"),
         (Seeds(Integer(0, 9)), "-1", "-1"),
         (TokenIds(2, 9), "1,2", [1, 2]),
