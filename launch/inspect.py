@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints import check_tensors, legacy_path, open_tensors, read_manifest, stored_leaves
+from checkpoints import DEMO, check_tensors, legacy_path, open_tensors, read_manifest, stored_leaves
 from launch.folders.listing import print_architecture, print_meshes, print_names, print_tensors
 from launch.folders.models import open_model
 from launch.folders.pickles import define_config_flag, inspect_pickle
@@ -23,7 +23,8 @@ from runtime import STORED_DTYPES, InputError
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
-    flags.DEFINE_string("checkpoint", None, "Folder, URL or Hub name, or a legacy params.pkl.", flag_values=values)
+    text = "Folder, URL or Hub name, or a legacy params.pkl. Default: the demo."
+    flags.DEFINE_string("checkpoint", str(DEMO), text, flag_values=values)
     define_config_flag(values)
     flags.DEFINE_bool("tensors", False, "List every tensor with its shape and dtype.", flag_values=values)
     define_real(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import stat
 import sys
 import threading
@@ -111,7 +112,7 @@ def run_launcher(
         with _host if together else contextlib.nullcontext():
             rest = values(argv)
             if len(rest) > 1:
-                raise InputError(f'"{rest[1]}" is not a flag; see --help')
+                raise InputError(f'"{rest[1]}" is not a flag; {_meant(values, rest[1])}see --help')
             main(values)
             sys.stdout.flush()
             _host.finish()
@@ -127,6 +128,13 @@ def run_launcher(
     finally:
         flush_output()
         _host = Host()
+
+
+def _meant(values: flags.FlagValues, text: str) -> str:
+    """Return the flag that an argument without one may be meant for, as the beginning of a sentence."""
+    names = ("source", "checkpoint") if os.path.exists(text) else ("prompt", "source", "checkpoint")
+    found = next((name for name in names if name in values), None)
+    return f"did you mean --{found}={shlex.quote(text)}? " if found else ""
 
 
 def _end_with(error: Exception) -> NoReturn:
@@ -146,6 +154,11 @@ def _end_with_traceback(error: Exception) -> NoReturn:
 
 def _message_to_user(error: Exception) -> str | None:
     """Return the message for an error that the user can fix and a restart cannot; None for other errors."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        from runtime import DiffusionConfig, declared_parameters
+
+        own = [one.name for one in declared_parameters(DiffusionConfig) if error.flagname in one.aliases]
+        return f"--{error.flagname} is not a flag; did you mean --{own[0]}?" if own else str(error)
     if isinstance(error, (InputError, flags.Error)):
         return str(error)
     if isinstance(error, RuntimeError) and "not in the list of known backends" in str(error):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoints import CheckpointFolder, open_folder
+from checkpoints import DEMO, CheckpointFolder, open_folder
 from checkpoints.manifest import MANIFEST_FILE
 from launch import convert, export, inspect, verify
 from launch.process import startup
@@ -60,6 +60,11 @@ def test_the_demo_is_verified_by_default(capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr()
     assert "bytes of weights intact" in said.out
     assert "older version" not in said.err
+
+
+def test_the_demo_is_inspected_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    inspect.run(["inspect"])
+    assert capsys.readouterr().out.startswith(f"{DEMO}: Hugging Face safetensors\n")
 
 
 def test_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

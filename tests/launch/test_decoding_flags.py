@@ -62,6 +62,17 @@ def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys:
     assert "temperature=0.0, top_p=None, top_k=None" in capsys.readouterr().err
 
 
+def test_a_wrong_value_of_the_checkpoint_is_not_a_flag_of_the_user(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(gpt2, tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, "temperature": "hot"}))
+    command = (f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}")
+    assert f"{file}: temperature is 'hot'; expected" in fails(capsys, *command)
+    assert "generation_config" not in fails(capsys, *command, "--temperature=0.5", "--top_p=2")
+
+
 def test_flags_of_the_other_kind(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--steps=4", "--cache=dual", "--block_length=8", "--algorithm=origin"):
         error = fails(capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", flag)
