@@ -43,7 +43,7 @@ def check_platforms() -> None:
     JAX fails with an empty assertion where a plugin is not installed.
 
     Raises:
-      InputError: a platform is unknown, its plugin is not installed, or this machine has no TPU.
+      InputError: a platform's plugin is not installed, or this machine has no TPU.
     """
     import jax
 
