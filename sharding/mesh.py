@@ -95,8 +95,12 @@ class MeshSpec:
         """Number of devices of the mesh. No axis size may be -1."""
         return self.data * self.sequence * self.tensor
 
-    def resolve(self, num_devices: int) -> MeshSpec:
+    def resolve(self, num_devices: int, planned: bool = False) -> MeshSpec:
         """Replace an axis size of -1 with the number that uses all devices, and check that there are enough devices.
+
+        Args:
+          num_devices: the number of devices.
+          planned: whether they belong to a machine that is only planned for, on which none can be simulated.
 
         Raises:
           MeshError: the number of devices is not a multiple of the product of the other sizes, or is too small.
@@ -108,9 +112,10 @@ class MeshSpec:
                 raise MeshError(f"mesh {self}: the number of devices, {num_devices}, is not a multiple of {fixed}")
             return replace(self, **{unknown[0]: num_devices // fixed})
         if self.size > num_devices:
+            hint = "" if planned else f" (on CPU, --devices={self.size} simulates {self.size} devices)"
             raise MeshError(
                 f"mesh {self} needs {self.size} devices, and there are {num_devices}; a mesh that fits: "
-                f"data={num_devices} (on CPU, --devices={self.size} simulates {self.size} devices)"
+                f"data={num_devices}{hint}"
             )
         return self
 

@@ -381,7 +381,7 @@ def estimate_workload(workload: Workload, topology: Topology, spec: MeshSpec) ->
       MeshError: the model cannot be divided over the mesh, the mesh cannot be mapped onto the chips or leaves out a
         host, or an axis other than ``data`` would cross slices.
     """
-    spec = spec.resolve(topology.num_devices)
+    spec = spec.resolve(topology.num_devices, planned=True)
     found = Estimate(workload, topology, workload.layout(spec))
     found._wiring.check_hosts()
     return found

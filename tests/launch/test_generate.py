@@ -410,4 +410,4 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
         [*command, "--mesh=data=8"], input=PROMPT, capture_output=True, text=True, env=environment, check=False
     )
     assert wrong.returncode == 2
-    assert "needs 8 devices, and there are 4" in wrong.stderr
+    assert "needs 8 devices, and there are 4; a mesh that fits: data=4 (on CPU, --devices=8 simulates" in wrong.stderr

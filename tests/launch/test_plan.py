@@ -398,7 +398,8 @@ def test_machines_that_do_not_fit_say_what_is_short_and_what_would_help(capsys: 
     assert "What would help" in line
     out = run(capsys, "--topology=all", "--mesh=data=2,tensor=4")
     (line,) = [line for line in out.splitlines() if line.startswith("no such mesh: v5e:2x2")]
-    assert "needs 8 devices, and there are 4" in line
+    assert "needs 8 devices, and there are 4; a mesh that fits: data=4" in line
+    assert "--devices" not in line, "plan simulates nothing"
 
 
 def test_all_machines_show_what_the_compiler_says(
