@@ -6,6 +6,7 @@ Tensors are converted a group at a time, in one process or several.
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import math
 import secrets
@@ -20,7 +21,7 @@ from checkpoints import orbax
 from checkpoints.arrays import merge_databases
 from checkpoints.errors import CheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, list_files, parse_files
-from checkpoints.folder import QUANTIZATION_KEY, WEIGHTS_FOLDER, CheckpointFolder
+from checkpoints.folder import QUANTIZATION_KEY, TREE_FILE, WEIGHTS_FOLDER, CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.lora import merged_tensors, open_adapter
@@ -167,6 +168,9 @@ class _Conversion:
         here = (self.processes.index, self.processes.count) == (jax.process_index(), jax.process_count())
         if not here or not isinstance(self.output, FolderOutput):
             return None
+        # Orbax looks for its unfinished parts with a pattern that begins with this path.
+        if glob.has_magic(str(self._orbax_path)):
+            return None
         return orbax_cuts(self._sources.entries, jax.device_count())
 
     @property
@@ -196,7 +200,12 @@ class _Conversion:
             merge_databases(self._weights.child(orbax.TREE), self.processes.count)
             for name, data in orbax.descriptions(self._sources.entries).items():
                 self._weights.write(name, data)
-        return json.dumps(self._weights.names() if self.processes.is_first else [])
+        if not self.processes.is_first:
+            return json.dumps([])
+        names = self._weights.names()
+        if f"{orbax.TREE}/{TREE_FILE}" not in names:
+            raise CheckpointError(f"{self._weights.place}: Orbax did not complete the checkpoint")
+        return json.dumps(names)
 
     def digest_files(self, names: Sequence[str]) -> str:
         """Digest this process's share of the Orbax checkpoint's files; return the list as text."""

@@ -341,3 +341,24 @@ def test_folders_with_similar_names_are_left_alone(tmp_path: Path) -> None:
         FolderOutput(tmp_path / "checkpoint").prepare(overwrite=False)
     FolderOutput(tmp_path / "checkpoint").prepare(overwrite=True)
     assert all(folder.is_dir() for folder in kept)
+
+
+@pytest.mark.parametrize("name", ["runs[1]", "a*", "wh?t"])
+def test_a_path_that_looks_like_a_pattern(name: str, micro: Path, tmp_path: Path) -> None:
+    """Orbax looks for its unfinished parts with a pattern that begins with the path."""
+    (tmp_path / name).mkdir()
+    for _ in range(2):
+        output = to_canonical(micro, tmp_path / name / "model")
+        verify(open_folder(output))
+        assert contents(output) == contents(micro)
+
+
+def test_an_unfinished_orbax_checkpoint_replaces_nothing(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = to_canonical(micro, tmp_path / "model")
+    before = contents(output)
+    monkeypatch.setattr("checkpoints.orbax.finalize", lambda place: None)
+    with pytest.raises(CheckpointError, match="Orbax did not complete the checkpoint"):
+        to_canonical(micro, output)
+    assert contents(output) == before
