@@ -38,6 +38,8 @@ _DESCRIPTIONS = (
     *(TREE_FILE, "_sharding", "_CHECKPOINT_METADATA", "_ROOT_METADATA", "metadata", "commit_success.txt"),
 )
 _DESCRIPTION_FOLDERS = ("array_metadatas", "custom_metadata", "descriptor", "metadata")
+# Marks a folder that Orbax saved.
+_INDICATOR = "orbax.checkpoint"
 # Number of files whose sizes are checked at the same time, because an object store answers slowly.
 _READERS = 8
 
@@ -156,6 +158,20 @@ def _save_names(place: Path, names: list[str]) -> None:
             v1.save(place, dict.fromkeys(names, np.zeros(1, np.int8)))
     except Exception as error:  # the library raises many exception types
         raise CheckpointError(f"Orbax cannot describe the checkpoint ({first_line(error)})") from error
+
+
+def is_orbax_file(name: str, names: Iterable[str]) -> bool:
+    """Return whether Orbax may have written a file of a folder whose top holds the arrays, given all of its files."""
+    top, _, rest = name.partition("/")
+    if not rest:
+        return top in _DESCRIPTIONS or top == _INDICATOR
+    # Without a database, each array is a folder.
+    return (
+        top in _DESCRIPTION_FOLDERS
+        or top == _DATA_FOLDERS[0]
+        or top.startswith("ocdbt.process_")
+        or not {f"{top}/.zarray", f"{top}/zarr.json"}.isdisjoint(names)
+    )
 
 
 def check_weight_files(folder: CheckpointFolder) -> None:

@@ -32,6 +32,7 @@ from checkpoints.folder import (
 )
 from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE, Manifest
+from checkpoints.orbax import is_orbax_file
 from checkpoints.storage import Storage
 
 # Marks an unfinished conversion, and contains a text that identifies it.
@@ -328,14 +329,16 @@ def _check_replaced(place: str, names: list[str]) -> None:
             f"{place} is not a checkpoint (it has no {'config.json' if has_weights else 'weights'}), so it is not "
             f"replaced; it contains {_some(names)}; name another output"
         )
-    if arrays == "":
-        return  # every other file may be one of Orbax's
     top = (WEIGHTS_FOLDER if arrays is None else arrays).partition("/")[0]
+
+    def is_weight_file(name: str) -> bool:
+        return name.startswith(f"{top}/") if top else is_orbax_file(name, names)
+
     if others := [
         name
         for name in names
         if name not in _OWN_FILES | _HUB_FILES
-        and not (is_side_file(name) or is_safetensors(name) or name.startswith((f"{top}/", _HUB_FOLDER)))
+        and not (is_side_file(name) or is_safetensors(name) or is_weight_file(name) or name.startswith(_HUB_FOLDER))
     ]:
         raise CheckpointError(
             f"{place} contains files that are not part of a checkpoint and would be deleted with the old one: "

@@ -54,10 +54,12 @@ def write_manifest(
         check_tensors(folder, stored_leaves(folder, layout), found)
         entries = _digest_tensors(found, grids(layout, 4), progress)
     weights = [name for name in covered if folder.is_weight_file(name)]
-    if folder.is_orbax:
-        storage.write(FILES_FILE, dump_files(list_files(storage, weights)).encode())
+    stored = list_files(storage, weights) if folder.is_orbax else None
     names = [name for name in covered if not folder.is_weight_file(name) and (covers_folder or is_side_file(name))]
     files = {name: file.digest for name, file in list_files(storage, names).items()}
+    # All files have been read: the list of files without the manifest would be taken for an unfinished conversion.
+    if stored is not None:
+        storage.write(FILES_FILE, dump_files(stored).encode())
     storage.write(MANIFEST_FILE, Manifest(entries, files, covers_folder).dump().encode())
 
 

@@ -35,6 +35,7 @@ from launch.flags.model import (
 from launch.flags.prompts import define_prompt_flags, read_prompts
 from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
+from launch.process.path_flags import define_path
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.process.startup import define_device_flags, is_main_process, run_launcher, say, start_devices, this_host
 from runtime import (
@@ -69,7 +70,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_request_flags(values)
     switch("json", "Print one JSON line per completion.")
     switch("watch", "Show the canvas as it unmasks, in the terminal.")
-    flags.DEFINE_string("history_html", None, "File for an HTML page that replays the generation.", flag_values=values)
+    define_path("history_html", "File for an HTML page that replays the generation.", values)
     switch("verbose", "Print all decoding parameters, the mesh and the size of the weights.")
     switch("explain", "Print the layout of every weight on the mesh, and stop.")
     define_profiling_flags(values)

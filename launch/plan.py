@@ -23,6 +23,7 @@ from launch.flags.workload import define_workload_flags, read_workload
 from launch.plans.plot import check_plot, plot_plans
 from launch.plans.search import plan_topology
 from launch.plans.table import describe_plans, print_plans
+from launch.process.path_flags import define_path
 from launch.process.profiling import check_folder
 from launch.process.real_flags import define_real
 from launch.process.startup import compile_only, run_launcher
@@ -67,8 +68,8 @@ def define_flags(values: flags.FlagValues) -> None:
         values=values,
     )
     flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.", flag_values=values)
-    string("plot", None, "Plot time, memory and rate or cost of each mesh into this file (PNG, SVG or PDF).")
-    string("dump_hlo", None, "Write the optimized HLO of compiled programs into this folder.")
+    define_path("plot", "Plot time, memory and rate or cost of each mesh into this file (PNG, SVG or PDF).", values)
+    define_path("dump_hlo", "Write the optimized HLO of compiled programs into this folder.", values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -11,6 +11,7 @@ from launch.batches.lines import Batch, read_batch
 from launch.flags.decoding import decoding_config, define_request_flags
 from launch.flags.requests import request_defaults
 from launch.openai.bodies import Defaults
+from launch.process.path_flags import define_path
 from runtime import CheckpointFolder, InputError, ModelConfig
 
 FORMATS = ("results", "evalplus")
@@ -19,8 +20,8 @@ _BAD_LINES_SHOWN = 20
 
 def define_batch_flags(values: flags.FlagValues) -> None:
     """Define the flags for the input, the output and the requests of a batch."""
-    flags.DEFINE_string("input", None, "File of prompts, one JSON object per line.", flag_values=values)
-    flags.DEFINE_string("output_dir", None, "Folder for the results; created if needed.", flag_values=values)
+    define_path("input", "File of prompts, one JSON object per line.", values)
+    define_path("output_dir", "Folder for the results; created if needed.", values)
     flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: also write {SAMPLES} for EvalPlus.", flag_values=values)
     flags.DEFINE_bool("skip_bad", False, "Write invalid lines to errors.jsonl and run the others.", flag_values=values)
     flags.DEFINE_integer(

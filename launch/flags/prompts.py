@@ -8,6 +8,7 @@ from typing import IO
 
 from absl import flags
 
+from launch.process.path_flags import define_paths
 from launch.process.startup import is_main_process, this_host
 from runtime import InputError
 
@@ -18,7 +19,7 @@ def define_prompt_flags(values: flags.FlagValues) -> None:
     """Define the flags for prompts and suffixes."""
     # absl adds "; repeat this option to specify a list of values" to each help text.
     flags.DEFINE_multi_string("prompt", [], "Text to complete", flag_values=values)
-    flags.DEFINE_multi_string("prompt_file", [], "File whose contents are a prompt", flag_values=values)
+    define_paths("prompt_file", "File whose contents are a prompt", values)
     flags.DEFINE_multi_string(
         "suffix", [], "Infilling: text after the completion, one for each prompt", flag_values=values
     )

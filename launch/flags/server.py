@@ -11,6 +11,7 @@ from absl import flags
 from launch.flags.decoding import decoding_config
 from launch.flags.requests import request_defaults
 from launch.openai.bodies import Defaults, read_config
+from launch.process.path_flags import define_path
 from launch.process.real_flags import define_real
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
@@ -50,9 +51,8 @@ def define_server_flags(values: flags.FlagValues) -> None:
 
     string("host", "127.0.0.1", "Address to listen on. Any other than loopback requires --api_key_file.")
     integer("port", 8000, "Port to listen on; 0 for a free one.", 0, 65535)
-    string(
-        "api_key_file", None, "File of API keys, of 16 or more characters, one per line, that only its owner can read."
-    )
+    text = "File of API keys, of 16 or more characters, one per line, that only its owner can read."
+    define_path("api_key_file", text, values)
     flags.DEFINE_list(
         "allowed_hosts",
         None,

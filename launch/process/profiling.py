@@ -11,24 +11,15 @@ from typing import Any
 
 from absl import flags
 
+from launch.process.path_flags import define_path
 from launch.process.startup import is_main_process
 from runtime import InputError, replace_file
 
 
 def define_profiling_flags(values: flags.FlagValues) -> None:
     """Define ``--profile_dir`` and ``--dump_hlo``."""
-    flags.DEFINE_string(
-        "profile_dir",
-        None,
-        "Write a trace for XProf or TensorBoard into this folder.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "dump_hlo",
-        None,
-        "Write the optimized HLO of every compiled program into this folder.",
-        flag_values=values,
-    )
+    define_path("profile_dir", "Write a trace for XProf or TensorBoard into this folder.", values)
+    define_path("dump_hlo", "Write the optimized HLO of every compiled program into this folder.", values)
 
 
 def check_profiling(values: flags.FlagValues) -> None:

@@ -15,9 +15,10 @@ from safetensors.numpy import load_file
 
 from checkpoints import CheckpointError, load_weights, open_folder
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError, MismatchedCheckpointError
-from checkpoints.file_list import FILES_FILE
+from checkpoints.file_list import FILES_FILE, list_files
 from checkpoints.folder import MAX_SIDE_FILE_BYTES
 from checkpoints.opening import open_tensors, read_manifest
+from checkpoints.output import FolderOutput
 from checkpoints.verification import verify, write_manifest
 from launch import inspect as inspect_launcher
 from launch import verify as verify_launcher
@@ -163,6 +164,48 @@ def test_another_model(plain: Path, micro: Path, tmp_path: Path) -> None:
     assert "missing: lm_head.weight" in message
     assert "unknown: optimizer.mu [2, 3]" in message
     assert "unknown: step" in message
+
+
+@pytest.mark.parametrize("name", ["train.py", "data/results.csv", "zarr/notes.txt", "ocdbt.txt"])
+@pytest.mark.parametrize("version", ["v0", "v1", "no database"])
+def test_what_orbax_did_not_write_is_kept(version: str, name: str, micro: Path, tmp_path: Path) -> None:
+    """The arrays are at the top of the folder, among the files of its user."""
+    import orbax.checkpoint as v0
+
+    folder = tmp_path / "model"
+    if version == "no database":
+        with v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+            checkpointer.save(folder, {"a": jnp.ones((2, 3)), "b": {"c": jnp.ones(())}})
+        shutil.copy(micro / "config.json", folder)
+    elif version == "v0":
+        save(micro, folder, "", version, "nested")
+    else:  # the new interface saves a tree into a folder of its own
+        shutil.copytree(save(micro, tmp_path / "saved", "", version, "nested") / "state", folder)
+        shutil.copy(micro / "config.json", folder)
+    FolderOutput(folder).prepare(overwrite=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    with pytest.raises(CheckpointError, match=f"not part of a checkpoint .*: {name}; move them"):
+        FolderOutput(folder).prepare(overwrite=True)
+
+
+def test_an_interrupted_manifest_leaves_the_folder_as_it_was(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(plain, folder)
+    (folder / "optimizer.pt").touch()
+
+    def listed(storage: Any, names: Any) -> Any:
+        if "optimizer.pt" in names:
+            raise KeyboardInterrupt
+        return list_files(storage, names)
+
+    monkeypatch.setattr("checkpoints.verification.list_files", listed)
+    with pytest.raises(KeyboardInterrupt):
+        write_manifest(open_folder(folder), layout_of(folder))
+    assert not (folder / FILES_FILE).exists()
+    assert contents(folder) == contents(plain)
 
 
 @pytest.mark.parametrize("gone", ["_METADATA", "manifest.ocdbt"])
