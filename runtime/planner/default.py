@@ -9,11 +9,12 @@ from typing import Any
 import jax
 
 from runtime.execution.draft_models import DraftModel
+from runtime.execution.offline import DEFAULT_SLOTS
 from runtime.execution.runner import check_memory, smallest_memory
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout
-from runtime.planner.estimate import rank
+from runtime.planner.estimate import candidate_meshes, estimate_workload
 from runtime.planner.workload import Workload
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -62,17 +63,27 @@ def default_mesh(
 ) -> MeshSpec:
     """Return the fastest mesh that fits, by the planner's estimate, for ``rows`` rows on all these devices.
 
-    Row lengths are not known yet, so a typical length is assumed. If no mesh is estimated to fit, the mesh that needs
-    the least memory is returned; the later check of the weights reports an error if even that does not fit.
+    At a time, a mesh runs :data:`runtime.execution.offline.DEFAULT_SLOTS` rows per ``data`` shard at most. Row lengths
+    are not known yet, so a typical length is assumed. If no mesh is estimated to fit, the mesh that needs the least
+    memory is returned; the later check of the weights reports an error if even that does not fit.
     """
+
+    def slots(data: int) -> int:
+        return min(rows, DEFAULT_SLOTS * data)
+
     tokens = min(_PROMPT + _NEW_TOKENS, config.max_positions)
     new, in_blocks = tokens // 2, config.family.block_causal
     cache, block = ("exact", min(config.attention_block_length, new)) if in_blocks else ("none", Workload.block_length)
-    workload = Workload(config, str(dtype), rows, tokens - new, new, new, cache, block, quantization, draft=draft)
-    fitting, others = rank(workload, topology_of(devices))
-    if fitting:
-        return fitting[0].spec
-    return others[0].spec if others else MeshSpec()
+    most = slots(len(devices))
+    workload = Workload(config, str(dtype), most, tokens - new, new, new, cache, block, quantization, draft=draft)
+    topology = topology_of(devices)
+    found = [
+        estimate_workload(replace(workload, batch=slots(spec.data)), topology, spec)
+        for spec in candidate_meshes(workload, topology)
+    ]
+    if fitting := [one for one in found if one.fits]:
+        return min(fitting, key=lambda one: (one.seconds / one.workload.batch, one.spec.tensor, one.spec.sequence)).spec
+    return min(found, key=lambda one: one.memory.total).spec if found else MeshSpec()
 
 
 def choose_layout(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from runtime.models.families import model_layout
 from runtime.planner import traffic
 from runtime.planner.default import default_mesh, topology_of
 from runtime.planner.estimate import candidate_meshes, estimate_workload, out_of_memory, rank
@@ -234,6 +235,15 @@ def test_attached_devices_are_recognised(text: str) -> None:
 )
 def test_default_mesh_is_the_fastest_that_fits(text: str, memory: int, rows: int, mesh: MeshSpec) -> None:
     assert default_mesh(MODEL, attached(text, memory), "bfloat16", rows) == mesh
+
+
+@pytest.mark.parametrize("rows", [5000, 2**20 + 1])
+def test_default_mesh_for_more_rows_than_run_at_a_time(rows: int) -> None:
+    """At a time, 32 rows of each data shard run, and the weights must fit beside them."""
+    devices = attached("v5e:2x4", int(15.75 * 2**30))
+    assert default_mesh(MODEL, devices, "bfloat16", rows) == default_mesh(MODEL, devices, "bfloat16", 32 * 8)
+    spec = default_mesh(MODEL, devices, "float32", rows)
+    assert model_layout(MODEL, spec).bytes_per_device("float32") < 15.75 * 2**30
 
 
 def test_default_mesh_on_slices_and_on_strange_devices() -> None:
