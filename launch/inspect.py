@@ -54,6 +54,7 @@ def main(values: flags.FlagValues) -> None:
     print_tensors(
         [(tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for tensor in tensors],
         "none; diffumesh verify --write_manifest adds them" if manifest is None else "of every chunk",
+        layout.parameter_count,
     )
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype in STORED_DTYPES}
     print_meshes(layout, dtypes, values.device_memory)

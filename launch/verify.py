@@ -43,7 +43,6 @@ def main(values: flags.FlagValues) -> None:
     folder, layout = open_model(values.checkpoint, "checkpoint")
     # The demo's folder also holds the programs and tasks that made it; they change without the model.
     is_demo = Path(values.checkpoint) == DEMO
-    start = time.perf_counter()
     if values.write_manifest:
         if folder.fetched or "://" in values.checkpoint:
             raise InputError(
@@ -51,6 +50,7 @@ def main(values: flags.FlagValues) -> None:
             )
         with progress_bar("digesting", of_bytes=True) as progress:
             write_manifest(folder, layout, covers_folder=not is_demo, progress=progress)
+    start = time.perf_counter()
     with progress_bar("verifying", of_bytes=True) as progress:
         count = verify(folder, progress=progress)
     if not is_demo and (uncovered := uncovered_files(folder)):

@@ -19,9 +19,19 @@ def print_architecture(layout: ModelLayout) -> None:
     print(f"              MLP {config.intermediate_size}, vocabulary {config.vocab_size}")
 
 
-def print_tensors(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], digests: str) -> None:
-    """Print the totals of tensors, which are given as (name, dtype, shape, bytes), and a text about their digests."""
-    print(f"parameters    {sum(math.prod(shape) for _, _, shape, _ in tensors):,} in {len(tensors)} tensors")
+def print_tensors(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], digests: str, parameters: int | None = None
+) -> None:
+    """Print the totals of the stored tensors.
+
+    Args:
+      tensors: (name, dtype, shape, bytes) of each.
+      digests: a text about their digests.
+      parameters: number of the model's parameters; by default, that of all elements. A quantized checkpoint has two
+        numbers of four bits in an element, and scales.
+    """
+    count = sum(math.prod(shape) for _, _, shape, _ in tensors) if parameters is None else parameters
+    print(f"parameters    {count:,} in {len(tensors)} tensors")
     dtypes = sorted({dtype for _, dtype, _, _ in tensors})
     print(f"weights       {sum(size for _, _, _, size in tensors):,} bytes, {', '.join(dtypes)}")
     print(f"digests       {digests}")

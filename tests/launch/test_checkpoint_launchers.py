@@ -136,6 +136,18 @@ def test_what_is_inside(kind: str, source: Path, checkpoint: Path, capsys: pytes
     assert "model.layers.1.mlp.down_proj.weight  bfloat16 [56, 64]" in said
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_quantized_checkpoint_has_as_many_parameters(
+    quantize: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scales are none, and int4 stores two in a byte."""
+    output = tmp_path / "quantized"
+    convert.run(["convert", f"--source={source}", f"--output={output}", f"--quantize={quantize}"])
+    inspect.run(["inspect", f"--checkpoint={output}"])
+    count = sum(len(value) for value in contents(source).values()) // 2
+    assert f"parameters    {count:,} in" in capsys.readouterr().out
+
+
 def test_what_is_inside_a_pickle(source: Path, legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inspect.run(["inspect", f"--checkpoint={legacy}", "--tensors"])
     said = capsys.readouterr().out
