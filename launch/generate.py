@@ -45,7 +45,9 @@ from runtime import (
     encode_prompts,
     end_tokens,
     read_rows,
+    read_stop,
     row_seeds,
+    unpadded_rows,
 )
 
 # The flags that --help shows; --helpfull shows all.
@@ -93,6 +95,7 @@ def main(values: flags.FlagValues) -> None:
     prompts = read_prompts(values)
     ids, mask, suffixes = encode_prompts(tokenizer, prompts, model, suffixes=values.suffix, chat=values.chat)
     check_request(read_rows(ids, mask, model, suffixes), model, config)
+    read_stop(values.stop, model, unpadded_rows(ids, mask))
     seeds = row_seeds(config.seed, len(prompts), values.num_return_sequences)
 
     # The tokens, because hosts may have other versions of the tokenizer's library, or render a chat at another time.

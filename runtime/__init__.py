@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.planner.default import default_mesh
     from runtime.text.chat_template import RendererStartError
-    from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
+    from runtime.text.completions import Completion, CompletionBuilder, TextStream, read_stop, stop_tests
     from runtime.text.draft_checkpoint import draft_model, open_draft
     from runtime.text.tokenizer import TextTokenizer, UndecodableError, encode_prompts, end_tokens, place_suffix
     from sharding.aot import AOT_ENVIRONMENT
@@ -200,6 +200,7 @@ __all__ = [
     "place_suffix",
     "plain_number",
     "read_rows",
+    "read_stop",
     "replace_file",
     "row_seed",
     "row_seeds",
@@ -315,6 +316,7 @@ _HOMES = {
     "partition_spec": "runtime.models.declarations",
     "plain_number": "runtime.decoding.kinds",
     "read_rows": "runtime.execution.left_padding",
+    "read_stop": "runtime.text.completions",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "shard_shape": "runtime.models.declarations",

@@ -28,7 +28,7 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
-from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, stop_tests, stream_texts
+from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, read_stop, stop_tests, stream_texts
 from runtime.text.draft_checkpoint import draft_model, load_draft, open_draft
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
@@ -205,7 +205,7 @@ class Engine(TokenEngine):
         ids, mask, after = encode_prompts(self.tokenizer, prompts, self.config, suffixes=suffixes, chat=chat)
         config, samples = self.with_end_tokens(config), num_return_sequences
         check_samples(samples)
-        stop = [stop] if isinstance(stop, str) else stop
+        stop = read_stop(stop, self.config, unpadded_rows(ids, mask))
         tests = self.stop_tests([stop] * (len(ids) * samples), config.stop_token_ids)
         options: dict[str, Any] = {"num_return_sequences": samples, "stop_tests": tests, "suffixes": after}
         result = self.generate_tokens(ids, mask, config, **options)
@@ -233,7 +233,7 @@ class Engine(TokenEngine):
         canvases = self.stream_tokens(ids, mask, config, every=every, suffixes=after)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
         prefixes = final_prefixes(canvases, ids.shape[1], masked)
-        stop = [stop] if isinstance(stop, str) else stop
+        stop = read_stop(stop, self.config, unpadded_rows(ids, mask))
         pieces = stream_texts(self.tokenizer, prefixes, (*self.end_token_ids, *config.stop_token_ids), stop)
         return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
 
@@ -277,9 +277,9 @@ class Engine(TokenEngine):
         suffixes: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Build completions from a result of :meth:`generate_tokens`, in the order of the prompts of :meth:`encode`."""
-        texts, after, ends = ([text] if isinstance(text, str) else text for text in (prompts, suffixes, stop))
+        texts, after = ([text] if isinstance(text, str) else text for text in (prompts, suffixes))
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
-        return builder.build_batch(texts, ids, mask, result, ends, after)
+        return builder.build_batch(texts, ids, mask, result, read_stop(stop, self.config), after)
 
 
 def _open_models(

@@ -26,6 +26,7 @@ from runtime import (
     dependents,
     own_names,
     place_suffix,
+    read_stop,
     with_model_blocks,
 )
 
@@ -148,11 +149,12 @@ def by_our_names(body: dict[str, Any]) -> dict[str, Any]:
         return body
     found: dict[str, Any] = {}
     for name, value in body.items():
+        if value is None:
+            continue
         own = _OWN_NAMES.get(name, name)
         if own in found:
             raise InputError(f"{name}: {own} is set twice, under different names", field=name)
-        if value is not None:
-            found[own] = value
+        found[own] = value
     return found
 
 
@@ -298,6 +300,7 @@ def finish(
         chat = draft.is_chat(defaults.chat)
         tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, after, chat=chat)
     check_row(tokens, suffix, defaults.model, draft.config)
+    read_stop(draft.stop, defaults.model, [tokens])
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:
         prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.decoding.early_stop import decide_early_stop
+from runtime.decoding.early_stop import MAX_STOP_TOKENS, decide_early_stop
 from runtime.decoding.kinds import Boolean, Integer, Real, Seeds, TokenIds
 from runtime.decoding.schema import parameter, validate
 from runtime.models.config import Family
@@ -15,7 +15,6 @@ MAX_NEW_TOKENS = 1 << 20
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
-MAX_STOP_TOKENS = 64
 MAX_PROMPT_LOOKUP = 63
 MAX_DRAFT_TOKENS = 63
 # Drafts of a command whose model has a draft model.

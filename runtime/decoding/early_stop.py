@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from runtime.decoding.kinds import ParameterError
+
+MAX_STOP_TOKENS = 64
+
 
 def decide_early_stop(
     early_stop: bool | None, stop_token_ids: Sequence[int], end_token_ids: Sequence[int], default: bool
@@ -20,7 +24,15 @@ def decide_early_stop(
 
     Returns:
       The fields ``early_stop`` and ``stop_token_ids`` of the configuration to run.
+
+    Raises:
+      ParameterError: with the end tokens, there are more than :data:`MAX_STOP_TOKENS`.
     """
     ends = default if early_stop is None else early_stop
-    stops = [*stop_token_ids, *(end_token_ids if ends else ())]
-    return {"early_stop": ends, "stop_token_ids": tuple(dict.fromkeys(stops))}
+    stops = tuple(dict.fromkeys([*stop_token_ids, *(end_token_ids if ends else ())]))
+    if len(stops) > MAX_STOP_TOKENS:
+        raise ParameterError(
+            "stop_token_ids",
+            f"has {len(stops)} entries with the model's own end tokens; expected at most {MAX_STOP_TOKENS} in all",
+        )
+    return {"early_stop": ends, "stop_token_ids": stops}

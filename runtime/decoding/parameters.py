@@ -14,12 +14,12 @@ from typing import Any
 
 from runtime.decoding.autoregressive_parameters import MAX_NEW_TOKENS as MAX_NEW_TOKENS
 from runtime.decoding.autoregressive_parameters import MAX_SEED as MAX_SEED
-from runtime.decoding.autoregressive_parameters import MAX_STOP_TOKENS as MAX_STOP_TOKENS
 from runtime.decoding.autoregressive_parameters import MAX_TEMPERATURE as MAX_TEMPERATURE
 from runtime.decoding.autoregressive_parameters import MIN_TEMPERATURE as MIN_TEMPERATURE
 from runtime.decoding.autoregressive_parameters import TEMPERATURE
 from runtime.decoding.autoregressive_parameters import SamplingConfig as SamplingConfig
 from runtime.decoding.draft_counts import AUTO_DRAFTS, DRAFT_AXES, MAX_DRAFT_STEPS
+from runtime.decoding.early_stop import MAX_STOP_TOKENS as MAX_STOP_TOKENS
 from runtime.decoding.early_stop import decide_early_stop
 from runtime.decoding.kinds import Boolean, Choice, Integer, IntegerOrWord, Real, Requirement
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS

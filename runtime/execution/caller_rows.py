@@ -89,8 +89,12 @@ class CallerRows:
         prompts = np.array([len(one.tokens) for one in self.requests], np.int32)
         stop_tokens = stop_rows(self._config.stop_token_ids, len(results))
 
+        # A row that a stop test has ended is padded too.
+        last, mask = commit_steps.max(axis=1, keepdims=True), self._model.mask_token_id
+
         def after(step: int) -> np.ndarray:
-            return canvas_after(step, self._start, sequences, commit_steps, prompts, stop_tokens, self._model)
+            canvas = canvas_after(step, self._start, sequences, commit_steps, prompts, stop_tokens, self._model)
+            return np.where((step >= last) & (canvas == mask), sequences, canvas)
 
         return np.stack([self.align(after(step)) for step in range(steps)])
 

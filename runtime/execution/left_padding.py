@@ -96,7 +96,7 @@ def read_rows(
     input_ids: Any,
     attention_mask: Any,
     config: ModelConfig,
-    suffixes: Sequence[Sequence[int]] = (),
+    suffixes: Sequence[Any] | None = None,
     name: str = "input_ids",
 ) -> Rows:
     """Check a batch and start-align its rows.
@@ -105,7 +105,7 @@ def read_rows(
       input_ids: integers ``[B, S]``.
       attention_mask: ``[B, S]``, 0 for padding on the left and 1 for tokens; None if there is no padding.
       config: the model's configuration, for the range of token ids.
-      suffixes: for each row, the tokens that follow its new tokens; empty if no row has any.
+      suffixes: for each row, the tokens that follow its new tokens; None or empty if no row has any.
       name: name of the ids in an error.
 
     Raises:
@@ -135,14 +135,25 @@ def read_rows(
             where = "after its tokens (right padding)" if not mask[row, -1] else "between its tokens"
             raise InputError(f"row {row}: padding {where}; rows must be padded on the left")
         _check_ids(row, ids[row, start:], config)
-    if suffixes and len(suffixes) != len(ids):
-        raise InputError(f"{len(suffixes)} suffixes for {len(ids)} rows; give one for each row", field="suffix")
-    for row, suffix in enumerate(suffixes):
-        _check_ids(row, np.array(suffix, np.int64), config)
+    after = [_read_suffix(row, suffix, config) for row, suffix in enumerate(() if suffixes is None else suffixes)]
+    if after and len(after) != len(ids):
+        raise InputError(f"{len(after)} suffixes for {len(ids)} rows; give one for each row", field="suffix")
     tokens = np.zeros((len(ids), lengths.max()), np.int32)
     for row, start in enumerate(row_starts(mask)):
         tokens[row, : lengths[row]] = ids[row, start:]
-    return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32), suffixes if any(map(len, suffixes)) else ())
+    return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32), after if any(after) else ())
+
+
+def _read_suffix(row: int, suffix: Any, config: ModelConfig) -> list[int]:
+    tokens = np.asarray(suffix)
+    if tokens.size and (tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer)):
+        raise InputError(
+            f"row {row}: the suffix must be a list of token ids, not {tokens.dtype} {list(tokens.shape)}",
+            field="suffix",
+        )
+    _check_ids(row, tokens, config)
+    found: list[int] = tokens.tolist()
+    return found
 
 
 def _check_ids(row: int, ids: np.ndarray, config: ModelConfig) -> None:

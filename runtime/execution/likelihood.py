@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from runtime.decoding.kinds import Integer
 from runtime.decoding.parameters import SamplingConfig
 from runtime.execution.left_padding import left_padded, read_rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import check_tokens
+from runtime.execution.rows import MAX_SAMPLES, check_tokens
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import check_scores, score_rows
 from runtime.models.config import ModelConfig
@@ -120,10 +121,8 @@ def estimate_log_likelihoods(
             "come from any number of masks"
         )
     _check(pairs, runner.layout.config, least=2)
-    if samples < 1:
-        raise InputError(f"samples is {samples}; expected at least 1")
-    if seed < 0:
-        raise InputError(f"seed is {seed}; expected at least 0")
+    samples = Integer(1, MAX_SAMPLES).read("samples", samples)
+    seed = Integer(0, (1 << 64) - 1).read("seed", seed)
     found = []
     for number, (context, continuation) in enumerate(pairs):
         generator = np.random.default_rng([seed, len(context), *context, *continuation])

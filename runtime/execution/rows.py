@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runtime.decoding.block_schedule import canvas_length
-from runtime.decoding.kinds import Choice
+from runtime.decoding.kinds import Choice, Integer
 from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig, one_step_per_token
 from runtime.decoding.schema import declared_parameters
 from runtime.execution.left_padding import Rows, read_rows
@@ -130,9 +130,7 @@ def check_samples(samples: int) -> None:
     Raises:
       InputError: it is not an integer, or out of range.
     """
-    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
-        expected = f"expected an integer from 1 to {MAX_SAMPLES}"
-        raise InputError(f"num_return_sequences is {samples!r}; {expected}", field="num_return_sequences")
+    Integer(1, MAX_SAMPLES).read("num_return_sequences", samples)
 
 
 def check_stop_tests(tests: Sequence[object], sequences: int) -> None:

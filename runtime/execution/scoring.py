@@ -6,6 +6,7 @@ Dimension letters: B batch, S the caller's width, V vocab.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from runtime.decoding.kinds import Real
 from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE
 from runtime.execution.left_padding import Rows, end_align, read_rows
 from runtime.execution.programs import lower_hidden, lower_logits, lower_score, put, shapes_of
@@ -126,9 +128,10 @@ def score_rows(
     """
     check_length(runner, rows)
     layout = runner.layout
-    for name, value, axis in (("width", width, "sequence"), ("batch", batch, "data")):
+    sizes: tuple[tuple[str, Any, str], ...] = (("width", width, "sequence"), ("batch", batch, "data"))
+    for name, value, axis in sizes:
         unit = getattr(layout.spec, axis)
-        if value is not None and (value < 1 or value % unit):
+        if value is not None and (not isinstance(value, numbers.Integral) or value < 1 or value % unit):
             raise InputError(f"{name}={value}: expected a positive multiple of the {axis} axis ({unit})", field=name)
     longest = rows.tokens.shape[1]
     bucket = width or runner.bucket(longest)
@@ -230,10 +233,7 @@ def score_batch(
         raise InputError(
             f"targets are {list(wanted.original.shape)}, input_ids {list(rows.original.shape)}; they must be the same"
         )
-    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise InputError(
-            f"temperature is {temperature}; expected a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        )
+    temperature = Real(MIN_TEMPERATURE, MAX_TEMPERATURE).read("temperature", temperature)
     scores = score_rows(runner, rows, wanted, temperature, width, batch)
     check_scores(scores)
     return scores

@@ -137,27 +137,33 @@ class DiffusionSlots(Slots):
         prompts, stop_tokens = np.asarray(request.prompts), np.asarray(request.stop_tokens)
         if self.program.variable_length:
             # Results have no suffix, and no stop token ends a prompt with masks.
-            suffixes = np.asarray(request.lengths) - np.asarray(request.ends)
-            inside = np.arange(self.width) < (np.asarray(state.lengths) - suffixes)[:, None]
-            canvas = np.where(inside, canvas, self._runner.layout.config.pad_token_id)
-            commit_steps = np.where(inside, commit_steps, -1)
+            canvas = np.where(self._inside, canvas, self._runner.layout.config.pad_token_id)
+            commit_steps = np.where(self._inside, commit_steps, -1)
             prompts = np.where(self._moving_prompts, self.width, prompts)
         return pad_after_end(canvas, commit_steps, prompts, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
         """Return the slots' tokens; see :meth:`Slots.canvas`. Masks inside a prompt are -1 too.
 
-        If canvases have a variable length, padding follows the tokens that a row has now. What follows a prompt whose
-        positions still move is -1.
+        If canvases have a variable length, positions that a row may still grow into are -1 too, and so is what follows
+        a prompt whose positions still move.
         """
         canvas, _ = self._canvases()
         canvas = np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
         if self.program.variable_length:
             request, state = self.whole()
-            moving = self._moving_prompts & ~np.asarray(state.done)
             after = np.arange(self.width) >= np.asarray(request.prompts)[:, None]
-            canvas = np.where(moving[:, None] & after, -1, canvas)
+            open_places = (self._moving_prompts[:, None] & after) | ~self._inside
+            canvas = np.where(open_places & ~np.asarray(state.done)[:, None], -1, canvas)
         return canvas
+
+    @property
+    def _inside(self) -> np.ndarray:
+        """The positions of prompt and new tokens that rows have now, if canvases have a variable length: ``[B, S]``."""
+        request, state = self.whole()
+        suffixes = np.asarray(request.lengths) - np.asarray(request.ends)
+        inside: np.ndarray = np.arange(self.width) < (np.asarray(state.lengths) - suffixes)[:, None]
+        return inside
 
     @property
     def _moving_prompts(self) -> np.ndarray:

@@ -14,7 +14,8 @@ import numpy as np
 from checkpoints import CheckpointFolder, load_weights, open_folder
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from runtime.decoding.block_schedule import canvas_length
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.kinds import Integer
+from runtime.decoding.parameters import MAX_NEW_TOKENS, DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.generation import Observers, WatchedBatch, generate_rows
 from runtime.execution.hooks import LogitsHook, TokensHook
@@ -195,8 +196,7 @@ class TokenEngine:
           InputError: as for :meth:`generate_tokens`, or there are more rows than fit into memory.
         """
         config = self._with_early_stop(config)
-        if every < 1:
-            raise InputError(f"every is {every}; expected at least 1")
+        every = Integer(1, MAX_NEW_TOKENS).read("every", every)
         rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config, suffixes)
         width = self.runner.bucket(canvas_length(int(rows.given.max()), config))
         batch = WatchedBatch(self.runner, CallerRows(rows, config, seeds, self.config, width), config, width)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.requests import StopTest
 from runtime.execution.result import DraftStats, GenerationResult
+from runtime.models.config import ModelConfig
 from runtime.text.tokenizer import TextTokenizer, UndecodableError
+from sharding.errors import InputError
 
 # New tokens are decoded together with this many tokens before them, because the text of a token may depend on these.
 _CONTEXT = 4
@@ -32,7 +35,8 @@ class Completion:
       finish_reason: ``stop`` if an end token or a stop string ended the completion, ``length`` otherwise.
       masks_left: number of masks left on the whole canvas.
       seed: the seed that reproduces the completion.
-      filled_prompt: the prompt with its masks filled; None if it had no masks.
+      filled_prompt: the prompt with its masks filled and without special tokens; None if it had no masks. With
+        ``chat``, the prompt is all that the chat template made.
       suffix: the text that follows the completion, as given; empty if there is none.
       log_probabilities: log-probabilities of ``tokens``; None if they were not requested.
       drafts: the row's passes and accepted steps; None without ``draft_steps``, ``prompt_lookup`` and ``draft_tokens``.
@@ -337,6 +341,30 @@ class StopSearch:
             except UndecodableError:
                 self._over = True
         return self._found
+
+
+def read_stop(stop: Any, model: ModelConfig, prompts: Iterable[Sequence[int] | np.ndarray] = ()) -> list[str]:
+    """Return a call's stop strings as a list: from a string, several, or None.
+
+    Args:
+      stop: the string or strings that end a completion.
+      model: the model's configuration.
+      prompts: tokens of the prompts that the strings are for.
+
+    Raises:
+      InputError: ``stop`` is anything else; or a prompt has masks that may become more or fewer tokens, so that where
+        the completion begins in the result is not known.
+    """
+    found = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
+        raise InputError(f"stop: expected a string or several, not {stop!r:.100}", field="stop")
+    if any(found) and model.family.variable_length and any(model.mask_token_id in tokens for tokens in prompts):
+        raise InputError(
+            f"stop: the masks of the prompt may become more or fewer tokens in {model.family.name} models, so stop "
+            "strings are not searched for; leave them out",
+            field="stop",
+        )
+    return list(found)
 
 
 def stop_tests(

@@ -329,8 +329,9 @@ def test_streaming_ends_with_the_result(name: str, every: int) -> None:
 
 def test_streaming_refuses_what_it_cannot_do() -> None:
     engine = golden_cases.engine()
-    with pytest.raises(InputError, match="every"):
-        list(engine.stream_tokens(*rows(), GREEDY, every=0))
+    for every in (0, 1.5, "a"):
+        with pytest.raises(InputError, match="every is"):
+            list(engine.stream_tokens(*rows(), GREEDY, every=every))  # type: ignore[arg-type]
     small = Engine(engine.layout, engine.weights, max_batch=2)
     with pytest.raises(InputError, match="3 rows"):
         list(small.stream_tokens(*rows(), GREEDY))
@@ -366,6 +367,41 @@ def test_a_text_is_a_list_of_one(demo: Engine) -> None:
     ]:
         with pytest.raises(InputError, match=why):
             demo.generate(wrong, config)
+
+
+def test_stop_strings_of_any_kind(demo: Engine) -> None:
+    config = DiffusionConfig.published(max_new_tokens=8, block_length=4)
+    found = demo.generate("def add(a, b):\n", config)
+    assert demo.generate("def add(a, b):\n", config, stop=None) == found  # type: ignore[arg-type]
+    assert demo.generate("def add(a, b):\n", config, stop=(), num_return_sequences=np.int64(1)) == found
+    for wrong in (5, [5], {"x"}):
+        for call in (demo.generate, demo.stream):
+            with pytest.raises(InputError, match="stop: expected a string or several, not") as caught:
+                call("def add(a, b):\n", config, stop=wrong)  # type: ignore[operator]
+            assert caught.value.field == "stop"
+    many = config.replace(stop_token_ids=tuple(range(100, 164)))
+    with pytest.raises(
+        InputError, match=r"stop_token_ids has 6\d entries with the model's own end tokens; .* 64 in all"
+    ):
+        demo.generate("def add(a, b):\n", many)
+    assert demo.generate("def add(a, b):\n", many.replace(early_stop=False))
+
+
+def test_suffixes_as_arrays(demo: Engine) -> None:
+    config = DiffusionConfig(max_new_tokens=4)
+    ids = [[50, 60, 70], [80, 90, 100]]
+    listed = demo.generate_tokens(ids, config=config, suffixes=[[0], [7]]).sequences
+    for suffixes in ([np.array([0]), (7,)], np.array([[0], [7]]), [[np.int64(0)], np.array([7], np.uint8)]):
+        found = demo.generate_tokens(ids, config=config, suffixes=suffixes)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found.sequences, listed)
+    without = demo.generate_tokens(ids, config=config).sequences
+    for none in (None, [[], []], [np.array([]), ()]):
+        found = demo.generate_tokens(ids, config=config, suffixes=none)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found.sequences, without)
+    wrong: Any
+    for wrong in ([[9.7], []], ["ab", ""], [[[1]], []]):
+        with pytest.raises(InputError, match="row 0: the suffix must be a list of token ids"):
+            demo.generate_tokens(ids, config=config, suffixes=wrong)
 
 
 def test_texts_between_a_prompt_and_a_suffix(demo: Engine) -> None:

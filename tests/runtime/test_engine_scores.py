@@ -119,10 +119,10 @@ def test_bad_scores() -> None:
         engine.score(ids, ids.astype(float))
     with pytest.raises(InputError, match="outside the vocabulary"):
         engine.score(ids, np.full_like(ids, VOCAB))
-    for temperature in (0, -1.0, float("nan"), float("inf")):
+    for temperature in (0, -1.0, float("nan"), float("inf"), "1"):
         with pytest.raises(InputError, match="temperature"):
             engine.score(ids, ids, temperature=temperature)
-    for size in ({"batch": -1}, {"batch": 0}, {"width": -64}, {"width": 0}):
+    for size in ({"batch": -1}, {"batch": 0}, {"width": -64}, {"width": 0}, {"width": "1"}, {"batch": 1.5}):
         with pytest.raises(InputError, match="expected a positive multiple"):
             engine.score(ids, ids, **size)
     with pytest.raises(InputError, match=r"batch=3: expected a positive multiple of the data axis \(2\)"):

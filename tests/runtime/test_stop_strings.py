@@ -212,3 +212,17 @@ def test_a_stop_string_frees_its_slot_a_step_after_it_has_come(demo: Engine) -> 
     assert steps[-1] == 0
     assert sum(steps) < 32
     assert row.tokens < (row.result.commit_steps >= 0).sum()
+
+
+def test_the_history_of_a_row_that_a_stop_string_ends(demo: Engine) -> None:
+    """Its last canvas is the result: padding follows the end."""
+    config = DiffusionConfig.published(32, block_length=4)
+    ids, mask = demo.encode("def is_even(number):")
+    result = demo.generate_tokens(ids, mask, config, history=True, stop_tests=demo.stop_tests([["%"]]))
+    assert result.history is not None
+    assert result.stats.masks_left == 0
+    np.testing.assert_array_equal(result.history[-1], result.sequences)
+    last = result.commit_steps.max()
+    whole = demo.generate_tokens(ids, mask, config, history=True)
+    assert whole.history is not None
+    np.testing.assert_array_equal(result.history[:last], whole.history[:last])

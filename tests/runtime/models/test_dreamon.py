@@ -378,6 +378,13 @@ def test_convert_and_export(tmp_path: Path) -> None:
     assert rounded.stats.masks_left == 0
 
 
+def canvases_of(there: Any, body: dict[str, Any]) -> list[list[str | None]]:
+    """Stream a completion, and return the canvases that its chunks show."""
+    with there.client().completions.create(model="dreamon", **body, stream=True, extra_body={"canvas": True}) as chunks:
+        found = [choice.model_dump().get("canvas") for chunk in chunks for choice in chunk.choices]
+    return [canvas for canvas in found if canvas is not None]
+
+
 def test_infilling_of_text(tmp_path: Path) -> None:
     """Only the middle is returned, from the engine, its stream and the server."""
     own = Engine.load(write_family(tmp_path, "dreamon"), "data=1")
@@ -409,7 +416,14 @@ def test_infilling_of_text(tmp_path: Path) -> None:
     [filled] = own.generate("def f(<|mask|><|mask|>):\n    return y\n", config)
     assert filled.whole_text.startswith("def f(")
     assert filled.whole_text.endswith("):\n    return y\n")
+    # What is beyond the prompt's length is no completion in which stop strings could be searched for.
+    for call in (own.generate, own.stream):
+        with pytest.raises(InputError, match="stop: the masks of the prompt may become more or fewer tokens"):
+            call("def f(<|mask|><|mask|>):\n    return y\n", config, stop="\n")
+    assert own.generate(texts[0], config, suffixes=suffixes[0], stop="\n")
     with served(own, config, name="dreamon") as there:
+        shown = canvases_of(there, {"prompt": texts[0], "suffix": suffixes[0], "max_tokens": 12, "temperature": 0.0})
+        stopped = there.post("/v1/completions", {"prompt": "def f(<|mask|>):", "max_tokens": 3, "stop": "\n"})
         body: dict[str, Any] = {"model": "dreamon", "prompt": texts[0], "max_tokens": 12, "temperature": 0.0}
         answer = there.client().completions.create(**body, suffix=suffixes[0])
         with there.client().completions.create(**body, suffix=suffixes[0], stream=True) as chunks:
@@ -422,3 +436,11 @@ def test_infilling_of_text(tmp_path: Path) -> None:
     assert refused.status_code == masks.status_code == stepped.status_code == 400
     assert "the prompt has 4 masks" in masks.json()["error"]["message"]
     assert "steps is not available" in stepped.json()["error"]["message"]
+    assert stopped.status_code == 400
+    assert stopped.json()["error"]["param"] == "stop"
+    # Positions that a row may still grow into are open, as masks are. What has a text keeps it, or moves to the right.
+    assert all(canvas.count(None) >= 8 for canvas in shown[:1])
+    pad = own.tokenizer.decode([own.config.pad_token_id], skip_special_tokens=False)
+    assert len(shown) > 1
+    assert not any(pad in canvas for canvas in shown[:-1])
+    assert None not in shown[-1]
