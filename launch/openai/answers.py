@@ -57,13 +57,18 @@ def token_text(tokenizer: TextTokenizer, token: int) -> str:
     return tokenizer.decode([token], skip_special_tokens=False)
 
 
+def _bytes(text: str) -> list[int] | None:
+    """Return the bytes of a token's text; None if they are only a part of a character, which the text does not show."""
+    return None if "\ufffd" in text else list(text.encode())
+
+
 def logprobs(tokenizer: TextTokenizer, tokens: Sequence[int], values: Sequence[float], chat: bool) -> dict[str, Any]:
     """Return the ``logprobs`` of a choice: the tokens of its completion with their log-probabilities, rounded."""
     texts = [token_text(tokenizer, token) for token in tokens]
     rounded = [round(float(value), DECIMALS) for value in values]
     if chat:
         content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
             for text, value in zip(texts, rounded, strict=True)
         ]
         return {"content": content}

@@ -118,7 +118,7 @@ class Generate(Decoding):
     """Fields that requests for completions and chats share. A field that is null counts as absent.
 
     Attributes:
-      canvas: add the texts of all new positions to each chunk of a stream, with ``null`` for masked positions.
+      canvas: add the texts of all new positions to chunks that show progress, with ``null`` for masked positions.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None

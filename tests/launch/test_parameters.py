@@ -18,6 +18,7 @@ from launch.docs import parameter_table
 from launch.flags.decoding import decoding_config, define_decoding_flags, draft_notice
 from launch.flags.model import read_tokenizer
 from launch.flags.server import read_modes
+from launch.openai.answers import logprobs
 from launch.openai.bodies import Defaults, by_our_names, known, read_config
 from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
@@ -374,3 +375,20 @@ def test_a_new_parameter_is_one_field(tmp_path: Path) -> None:
     assert found["flag error"] == ["--patience requires --parallel=threshold", "patience"]
     assert found["http error"]["param"] == found["body error"]["param"] == "patience"
     assert found["body error"]["message"] == "patience: Input should be less than or equal to 9"
+
+
+def test_a_name_that_is_null_is_absent() -> None:
+    for body in ({"max_tokens": 5, "max_completion_tokens": None}, {"max_completion_tokens": None, "max_tokens": 5}):
+        assert by_our_names(body) == {"max_new_tokens": 5}
+    with pytest.raises(InputError, match="max_new_tokens is set twice"):
+        by_our_names({"max_tokens": 5, "max_completion_tokens": 5})
+
+
+def test_bytes_of_tokens_that_are_a_part_of_a_character() -> None:
+    """Clients join the bytes of tokens; null says that a token's bytes are not known."""
+    tokenizer = read_tokenizer(FOLDER)
+    tokens = tokenizer.encode("x = 'é🙂'")
+    content = logprobs(tokenizer, tokens, [0.0] * len(tokens), chat=True)["content"]
+    assert b"".join(bytes(one["bytes"]) for one in content if one["bytes"] is not None) == b"x = ''"
+    assert [one["bytes"] is None for one in content] == ["\ufffd" in one["token"] for one in content]
+    assert any(one["bytes"] is None for one in content)
