@@ -270,8 +270,11 @@ def open_adapter(folder: CheckpointFolder, layout: ModelLayout, count: BytesRead
             updates[source] = _Update(pair.tensors["A"], pair.tensors["B"], config.scale_of(pair.module), transposed)
     if not tensors:
         problems.append("there are no tensors")
+    # As in PEFT, targets that the model does not have are ignored: one list often serves several families.
+    modules = [source.removesuffix(".weight") for source in matrices]
     for target in config.targets or ():
-        if not any(_is_target(target, pair.module) for pair in pairs.values()):
+        there = any(_is_target(target, module) for module in modules)
+        if there and not any(_is_target(target, pair.module) for pair in pairs.values()):
             problems.append(f"missing: no tensors of {target!r:.200}, one of the target_modules of {CONFIG_FILE}")
     if problems:
         raise MismatchedCheckpointError(

@@ -16,7 +16,8 @@ from runtime.models.config import (
 )
 from runtime.models.qwen2 import FEATURES, SEVEN_BILLION, Qwen2Weights
 
-# The settings with which DiffuCoder's authors run their checkpoints. The temperature depends on the kind of checkpoint.
+# The settings with which the authors of DiffuCoder, Dream and Dream-Coder run their checkpoints, as their READMEs show.
+# The temperature depends on the kind of checkpoint. top_k is transformers' default, which the original code inherits.
 _PUBLISHED: dict[str, Any] = {"algorithm": "entropy", "top_p": 0.95, "top_k": 50, "alg_temp": 0.0}
 _SEVEN_BILLION = SEVEN_BILLION | {"model_type": "Dream", "mask_token_id": 151666}
 
@@ -44,6 +45,8 @@ DREAM = Family(
     algorithms=("origin", "maskgit_plus", "topk_margin", "entropy"),
     block_rules=BLOCK_RULES,
     published=(
+        PublishedSettings("dream-coder-v0-instruct", _PUBLISHED | {"temperature": 0.1}),
+        PublishedSettings("dream-v0-instruct", _PUBLISHED | {"temperature": 0.2}),
         PublishedSettings("cpgrpo", _PUBLISHED | {"temperature": 0.4}),
         PublishedSettings("instruct", _PUBLISHED | {"temperature": 0.3}),
         PublishedSettings("", _PUBLISHED | {"temperature": 0.2}),

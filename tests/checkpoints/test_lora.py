@@ -329,9 +329,20 @@ def test_a_module_outside_of_the_targets_is_named(micro: Path, tmp_path: Path) -
 
 def test_a_target_without_tensors_is_named(micro: Path, tmp_path: Path) -> None:
     ends = [module.rpartition(".")[2] for module in MODULES["Dream"]]
-    adapter = write_adapter(tmp_path / "adapter", micro, MODULES["Dream"], target_modules=[*ends, "v_prj"])
-    with pytest.raises(InputError, match="missing: no tensors of 'v_prj', one of the target_modules"):
+    assert "up_proj" not in ends
+    adapter = write_adapter(tmp_path / "adapter", micro, MODULES["Dream"], target_modules=[*ends, "up_proj"])
+    with pytest.raises(InputError, match="missing: no tensors of 'up_proj', one of the target_modules"):
         Engine.load(micro, "data=1", lora=adapter)
+
+
+def test_targets_of_other_models_are_ignored(micro: Path, tmp_path: Path) -> None:
+    """As in PEFT: one list of names often serves several families."""
+    ends = [module.rpartition(".")[2] for module in MODULES["Dream"]]
+    adapter = write_adapter(tmp_path / "adapter", micro, MODULES["Dream"], target_modules=[*ends, "ff_out", "c_attn"])
+    plain = write_adapter(tmp_path / "plain", micro, MODULES["Dream"])
+    found, expected = (jax.tree.leaves(Engine.load(micro, "data=1", lora=one).weights) for one in (adapter, plain))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_pickle_is_refused_by_name_and_never_read(micro: Path, tmp_path: Path) -> None:

@@ -55,7 +55,15 @@ def test_presets_are_of_their_family(family: Family) -> None:
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [("DiffuCoder-7B-Base", 0.2), ("DiffuCoder-7B-Instruct", 0.3), ("apple/DiffuCoder-7B-cpGRPO", 0.4), ("", 0.2)],
+    [
+        ("DiffuCoder-7B-Base", 0.2),
+        ("DiffuCoder-7B-Instruct", 0.3),
+        ("apple/DiffuCoder-7B-cpGRPO", 0.4),
+        ("Dream-org/Dream-v0-Base-7B", 0.2),
+        ("Dream-org/Dream-v0-Instruct-7B", 0.2),
+        ("Dream-org/Dream-Coder-v0-Instruct-7B", 0.1),
+        ("", 0.2),
+    ],
 )
 def test_published_settings_follow_the_kind_of_checkpoint(name: str, temperature: float) -> None:
     found = DREAM.published_settings(name)
