@@ -221,7 +221,8 @@ def notices(
     values: flags.FlagValues, folder: CheckpointFolder, configs: Iterable[DiffusionConfig | SamplingConfig]
 ) -> list[str]:
     """Return sentences about settings that have no effect, of the checkpoint and of a run's configurations."""
-    found = ignored_notice(values, folder) + [sentence for config in configs for sentence in draft_notice(config)]
+    found = ignored_notice(values, folder) + prompt_notice(folder)
+    found += [sentence for config in configs for sentence in draft_notice(config)]
     return list(dict.fromkeys(found))
 
 
@@ -230,6 +231,17 @@ def ignored_notice(values: flags.FlagValues, folder: CheckpointFolder) -> list[s
     raw = folder.generation_config if values.preset == "published" else {}
     named = [f"{name}={raw[name]}" for name, off in _UNSUPPORTED.items() if raw.get(name) not in (None, off, [])]
     return [f"ignored: {', '.join(named):.300} of generation_config.json, which is not supported"] if named else []
+
+
+def prompt_notice(folder: CheckpointFolder) -> list[str]:
+    """Return a sentence that says which token transformers would add to plain prompts; an empty list if none."""
+    raw = folder.read_json("tokenizer_config.json") or {}
+    token = raw.get("bos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if raw.get("add_bos_token") is not True or not isinstance(text, str):
+        return []
+    why = "add_bos_token of tokenizer_config.json is not supported"
+    return [f"{why}: without --chat, begin prompts with {text!r:.100}"]
 
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:

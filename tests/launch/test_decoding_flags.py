@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from checkpoints import DEMO
+from checkpoints import DEMO, open_folder
 from launch import generate
+from launch.flags.decoding import notices
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from tests.launch.mistakes import refusal
 from tests.launch.test_history_html import embedded
+from tests.launch.test_parameters import flag_values
 
 PROMPT = "def add(a, b):\n"
 QUICK = ["--mesh=data=1", "--max_new_tokens=12"]
@@ -60,6 +62,20 @@ def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys:
     )
     launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--preset=class", "--verbose")
     assert "temperature=0.0, top_p=None, top_k=None" in capsys.readouterr().err
+
+
+def test_a_token_that_transformers_would_add_is_named(gpt2: Path, tmp_path: Path) -> None:
+    values = flag_values()
+    assert notices(values, open_folder(gpt2), []) == []
+    shutil.copytree(gpt2, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    raw = json.loads(file.read_text()) if file.exists() else {}
+    for token in ("<start>", {"__type": "AddedToken", "content": "<start>"}):
+        file.write_text(json.dumps(raw | {"bos_token": token, "add_bos_token": True}))
+        (said,) = notices(values, open_folder(tmp_path / "model"), [])
+        assert said.endswith("without --chat, begin prompts with '<start>'")
+    file.write_text(json.dumps(raw | {"bos_token": "<start>", "add_bos_token": False}))
+    assert notices(values, open_folder(tmp_path / "model"), []) == []
 
 
 def test_a_wrong_value_of_the_checkpoint_is_not_a_flag_of_the_user(
