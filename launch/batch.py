@@ -94,7 +94,7 @@ def main(values: flags.FlagValues) -> None:
         # The dtype of the weights is one more fact, but it is known only when they are loaded.
         engine, failed = None, dict[Key, str]()
         if len(done) < len(order):
-            engine = load_engine(values, folder, mesh, len(order), values.slots, draft)
+            engine = load_engine(values, folder, mesh, sum(line.samples for line in batch.lines), values.slots, draft)
             facts |= {"weights": str(engine.dtype)}
             if output is not None:
                 output.check(facts)
@@ -133,8 +133,8 @@ def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: fla
     """Write the sorted results, and the samples for EvalPlus, once every result exists."""
     found = output.sort(order)
     if values.format == "evalplus":
-        chats = {line.id for line in batch.lines if values.chat or not line.prompt}  # the rest are lines with messages
-        output.write(SAMPLES, [sample for one in found for sample in evalplus_records(one, one.get("id") in chats)])
+        chats = {line.id for line in batch.lines if line.chat}
+        output.write(SAMPLES, [sample for one in found for sample in evalplus_records(one, chats)])
     say(
         f"{len(found)} results in {output.path / RESULTS}, in the input's order in {output.path / SORTED}"
         + (f"; {len(batch.bad)} lines in errors.jsonl" if batch.bad else "")

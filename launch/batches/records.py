@@ -137,20 +137,19 @@ def failure_record(line: Line, key: Key, code: str, message: str) -> dict[str, A
     return {"id": line.id, "line": line.number, **place, "error": {"code": code, "message": message}}
 
 
-def evalplus_records(record: Mapping[str, Any], chat: bool) -> list[dict[str, str]]:
-    """Return the EvalPlus samples for a record of results.jsonl.
+def evalplus_records(record: Mapping[str, Any], chats: Collection[str]) -> list[dict[str, str]]:
+    """Return the EvalPlus samples for a record of results.jsonl, given the ids of the lines that are chats.
 
     A raw completion continues the prompt of the task. A chat's answer is a complete solution: its first fenced code
     block, or the whole answer if it has none.
     """
     if "custom_id" in record:
         choices = record["response"]["body"]["choices"]
-        chat = "message" in choices[0]
-        texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
+        texts = [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
         identity = record["custom_id"]
     else:
         texts, identity = [record["text"]], record["id"]
-    if not chat:
+    if identity not in chats:
         return [{"task_id": identity, "completion": text} for text in texts]
     blocks = [_FENCED.search(text) for text in texts]
     return [

@@ -42,6 +42,8 @@ def explain(
         start_devices(values)
         devices = jax.devices()
         rows = max(1, len(values.prompt) + len(values.prompt_file)) * values.num_return_sequences
+        rows = min(rows, values.max_batch or rows)
+        dtype = values.dtype or ("float32" if devices[0].platform == "cpu" else model.dtype)
         beside = draft_model(draft, values.quantize)
         chosen = spec or default_mesh(model, devices, dtype, rows, quantization, beside)
         spec = chosen.resolve(len(devices))

@@ -30,6 +30,8 @@ from runtime import (
 
 # Sampling parameters of a task. The harness and the schema have the same names for them.
 _SAMPLING = ("temperature", "top_p", "top_k")
+# The harness's names for the number of new tokens, in the order of their priority.
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_NEW_TOKENS = 256
 
 
@@ -157,11 +159,18 @@ class HarnessModel(LM):
 
     @staticmethod
     def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return a task's parameters by their names in the schema; those of sampling only if the task samples."""
-        names = _SAMPLING if parameters.get("do_sample") else ()
-        fields = {name: parameters[name] for name in names if parameters.get(name) is not None}
-        if parameters.get("max_gen_toks") is not None:
-            fields["max_new_tokens"] = int(parameters["max_gen_toks"])
+        """Return a task's parameters by their names in the schema; those of sampling only if the task samples.
+
+        As in the harness's own models, a task without ``do_sample`` samples if its temperature is above 0, and the
+        first name of the limit counts.
+        """
+        sample = parameters.get("do_sample")
+        if sample is None:
+            sample = float(parameters.get("temperature") or 0.0) > 0.0
+        fields = {name: parameters[name] for name in (_SAMPLING if sample else ()) if parameters.get(name) is not None}
+        limits = [parameters[name] for name in _LIMITS if parameters.get(name) is not None]
+        if limits:
+            fields["max_new_tokens"] = int(limits[0])
         return fields
 
     # ---- chat -------------------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ class Asked:
       seed: the seed of the request, or the default.
       samples: the number of completions.
       stop: strings that end a completion.
+      chat: whether the prompt was rendered with the chat template.
     """
 
     prompt: str
@@ -130,6 +131,7 @@ class Asked:
     seed: int
     samples: int
     stop: tuple[str, ...]
+    chat: bool
 
     def request(self, seed: int) -> RowRequest:
         """Return the row of one sample of this request, which has its own seed."""
@@ -286,7 +288,7 @@ def encode_drafts(
 
 def finish(
     draft: Draft, encoded: Encoded | InputError, defaults: Defaults
-) -> tuple[str, list[int], list[int], DiffusionConfig | SamplingConfig, int, int, tuple[str, ...]]:
+) -> tuple[str, list[int], list[int], DiffusionConfig | SamplingConfig, int, int, tuple[str, ...], bool]:
     """Return the fields of :class:`Asked` for a draft, given the result of :func:`encode_drafts` for it.
 
     Raises:
@@ -295,16 +297,15 @@ def finish(
     if isinstance(encoded, InputError):
         raise encoded
     given, after = encoded
-    tokens, suffix = _not_empty(given), after
+    tokens, suffix, chat = _not_empty(given), after, draft.is_chat(defaults.chat)
     if after:
-        chat = draft.is_chat(defaults.chat)
         tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, after, chat=chat)
     check_row(tokens, suffix, defaults.model, draft.config)
     read_stop(draft.stop, defaults.model, [tokens])
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:
         prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)
-    return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop
+    return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop, chat
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:

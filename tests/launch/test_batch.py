@@ -293,16 +293,22 @@ def test_evalplus_samples_of_a_line_with_messages(tmp_path: Path, compiled: str)
     lines = [
         {"id": "a", "prompt": "def f(x):", "max_tokens": 8},
         {"id": "b", "messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8},
+        {"custom_id": "c", "body": {"prompt": "def f(x):", "max_tokens": 8}},
+        {"id": "d", "prompt": [50, 60], "max_tokens": 8},
     ]
-    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
-    launch(source, output, compiled, f"--checkpoint={folder}", "--format=evalplus")
-    samples = {one["task_id"]: one.keys() - {"task_id"} for one in records(output / "samples.jsonl")}
-    assert samples == {"a": {"completion"}, "b": {"solution"}}
+    source = write(tmp_path / "in.jsonl", lines)
+    solutions = {"": {"b"}, "--chat": {"a", "b", "c"}}
+    for flag, expected in solutions.items():
+        output = tmp_path / f"out{flag}"
+        launch(source, output, compiled, f"--checkpoint={folder}", "--format=evalplus", *filter(None, [flag]))
+        found = records(output / "samples.jsonl")
+        assert {one["task_id"] for one in found if "solution" in one} == expected
+        assert {one["task_id"] for one in found if "completion" in one} == set("abcd") - expected
 
 
 def test_evalplus_samples_of_a_chat() -> None:
     answer = "Here it is:\n```python\ndef f():\n    return 1\n```\nThat is all."
-    assert evalplus_records({"id": "t", "text": answer}, chat=True) == [
+    assert evalplus_records({"id": "t", "text": answer}, {"t"}) == [
         {"task_id": "t", "solution": "def f():\n    return 1\n"}
     ]
-    assert evalplus_records({"id": "t", "text": "pass"}, chat=True) == [{"task_id": "t", "solution": "pass"}]
+    assert evalplus_records({"id": "t", "text": "pass"}, {"t"}) == [{"task_id": "t", "solution": "pass"}]

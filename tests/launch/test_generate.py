@@ -173,6 +173,17 @@ def test_explain_counts_what_is_stored(capsys: pytest.CaptureFixture[str]) -> No
     assert 0 < sizes[2] < sizes[1] < sizes[0] / 3  # of float32
 
 
+def test_explain_shows_the_mesh_and_the_dtype_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of rows that do not run at the same time, one counts; on CPU, weights are float32."""
+    titles = []
+    for most in (1, 8):
+        generate.run(["generate", "--explain", "--prompt=x", "--num_return_sequences=8", f"--max_batch={most}"])
+        titles.append(next(line for line in capsys.readouterr().out.splitlines() if " on data=" in line))
+    assert "on data=1," in titles[0]
+    assert "on data=8," in titles[1]
+    assert all("float32" in title for title in titles)
+
+
 def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
     launch("--explain", "--mesh=tensor=64", f"--checkpoint={golden_cases.FOLDER}")
     out = capsys.readouterr().out

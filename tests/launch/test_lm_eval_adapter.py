@@ -56,6 +56,19 @@ def test_what_the_harness_asks() -> None:
     texts = model.generate_until([request(prompt, UNTIL) for prompt in prompts])
     assert texts[0] != texts[1], "the same context again is another sample"
     assert model.generate_until([request(prompt, UNTIL) for prompt in prompts[::-1]])[0] == texts[2]
+    # The harness has several names for the limit, and a temperature alone means to sample.
+    drawn: dict[str, Any] = {"temperature": 5.0, "until": []}
+    limited = [
+        model.generate_until([request(prompts[2], drawn | changes)])
+        for changes in (
+            {"max_gen_toks": 4, "do_sample": True},
+            {"max_gen_toks": 4},
+            {"max_new_tokens": 4, "max_tokens": 9},
+            {"max_completion_tokens": 4},
+            {"max_gen_toks": 4, "do_sample": False},
+        )
+    ]
+    assert limited[0] == limited[1] == limited[2] == limited[3] != limited[4]
     likely, unlikely = model.loglikelihood(
         [request("def set(self, value):\n    ", text) for text in ("self.value = value", "value = import value")]
     )
