@@ -60,6 +60,8 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     finally:
         processes.kill()
     processes.finish_output(lambda: received)
+    if (error := processes.output_error) is not None:
+        raise InputError(f"standard output: {error.strerror or error}")
     codes = processes.codes()
     if any(codes):
         print(f"exit codes: {', '.join(map(str, codes))}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.batches.records import Key, as_line, is_sealed, key_of, sealed
+from launch.batches.records import Key, as_line, is_sealed, key_of, key_of_error, sealed
 from runtime import InputError, lock, parse_json_object, replace_file
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
@@ -243,10 +243,16 @@ class BatchFolder:
             ) from error
 
     def sort(self, order: Sequence[Key]) -> list[dict[str, Any]]:
-        """Write the results in this order to :data:`SORTED`, and return them."""
+        """Write the results in this order to :data:`SORTED`, and return them.
+
+        Their errors of earlier runs, in which they could not be computed, are removed.
+        """
         lines: dict[Key | None, tuple[bytes, dict[str, Any]]] = {}
         for line, record in self._records(RESULTS):
             lines[key_of(record)] = line, record
+        errors = list(self._records(ERRORS))
+        if len(kept := [line for line, record in errors if key_of_error(record) not in lines]) < len(errors):
+            self._replace(ERRORS, kept)
         self._replace(SORTED, [lines[key][0] for key in order])
         return [lines[key][1] for key in order]
 

@@ -22,6 +22,7 @@ Key = tuple[str, int | None]
 
 # The last field of every result.
 DIGEST = "digest"
+_INVALID = "invalid_request"
 _FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -128,13 +129,21 @@ def openai_record(
 
 def error_record(bad: BadLine) -> dict[str, Any]:
     """Return the error record of an invalid line."""
-    return {"id": bad.id, "line": bad.number, "error": {"code": "invalid_request", "message": bad.message}}
+    return {"id": bad.id, "line": bad.number, "error": {"code": _INVALID, "message": bad.message}}
 
 
 def failure_record(line: Line, key: Key, code: str, message: str) -> dict[str, Any]:
     """Return the error record of a result that cannot be computed; ``code`` names the reason for programs."""
     place = {} if key[1] is None else {"index": key[1]}
     return {"id": line.id, "line": line.number, **place, "error": {"code": code, "message": message}}
+
+
+def key_of_error(record: Mapping[str, Any]) -> Key | None:
+    """Return the key of the result that :func:`failure_record` is about; None for other records."""
+    error = record.get("error")
+    if not isinstance(error, dict) or error.get("code") == _INVALID:
+        return None
+    return record["id"], record.get("index")
 
 
 def evalplus_records(record: Mapping[str, Any], chats: Collection[str]) -> list[dict[str, str]]:

@@ -57,7 +57,11 @@ def worst(codes: Sequence[int]) -> int:
 
 
 class Processes:
-    """The processes of one run."""
+    """The processes of one run.
+
+    Attributes:
+      output_error: why results could not be written to standard output; None if they could, or if nobody reads them.
+    """
 
     def __init__(self, command: Sequence[str], count: int, devices: int, port: int) -> None:
         """Start the processes.
@@ -73,6 +77,7 @@ class Processes:
         """
         self._started: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
+        self.output_error: OSError | None = None
         secret = new_secret()
         for process_index in range(count):
             try:
@@ -95,9 +100,25 @@ class Processes:
             self._read(process.stderr, process_index)
 
     def _read(self, stream: IO[bytes], process_index: int | None) -> None:
-        thread = threading.Thread(target=_pass_on, args=(stream, process_index), daemon=True)
+        thread = threading.Thread(target=self._pass_on, args=(stream, process_index), daemon=True)
         thread.start()
         self._readers.append(thread)
+
+    def _pass_on(self, stream: IO[bytes], process_index: int | None) -> None:
+        out = sys.stdout.buffer if process_index is None else sys.stderr.buffer
+        prefix = b"" if process_index is None else f"[{process_index}] ".encode()
+        try:
+            # If nobody reads our output any more, close the pipe, so that the process gets an error and does not block.
+            with stream:
+                for line in stream:
+                    out.write(prefix + line)
+                    out.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # discard the rest of the buffer
+            if process_index is None and not isinstance(error, BrokenPipeError):
+                self.output_error = error
+        except ValueError:
+            pass
 
     def codes(self) -> list[int | None]:
         """Exit codes as a shell reports them; None for running processes."""
@@ -134,18 +155,3 @@ class Processes:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _pass_on(stream: IO[bytes], process_index: int | None) -> None:
-    out = sys.stdout.buffer if process_index is None else sys.stderr.buffer
-    prefix = b"" if process_index is None else f"[{process_index}] ".encode()
-    try:
-        # If nobody reads our output any more, close the pipe, so that the process gets an error and does not block.
-        with stream:
-            for line in stream:
-                out.write(prefix + line)
-                out.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # discard the rest of the buffer
-    except ValueError:
-        pass

@@ -278,6 +278,23 @@ def test_suffixes_of_lines(tmp_path: Path, defaults: Defaults) -> None:
     assert ["for a chat" in one.message for one in chats.bad] == [True]
 
 
+def test_errors_of_results_that_a_later_run_computed_are_removed(tmp_path: Path) -> None:
+    output = BatchFolder(tmp_path)
+    failed = [
+        {"id": "a", "line": 1, "index": 0, "error": {"code": "non_finite_logits", "message": ""}},
+        {"id": "a", "line": 1, "index": 1, "error": {"code": "non_finite_logits", "message": ""}},
+        {"id": "o", "line": 2, "error": {"code": "non_finite_logits", "message": ""}},
+        {"id": "wrong", "line": 3, "error": {"code": "invalid_request", "message": ""}},
+        {"id": None, "line": 4, "error": {"code": "invalid_request", "message": ""}},
+    ]
+    output.add_errors(failed)
+    output.append([{"id": "a", "index": 0}, {"id": "batch_req-1", "custom_id": "o"}])
+    output.sort([("a", 0), ("o", None)])
+    output.close()
+    left = [json.loads(line) for line in (tmp_path / ERRORS).read_bytes().splitlines()]
+    assert left == [failed[1], failed[3], failed[4]]
+
+
 def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
     output = BatchFolder(tmp_path)
     records = [{"id": "a", "index": 0, "text": "é", "log_probabilities": [-0.1, -1e-05]}, {"id": "b", "index": 0}]

@@ -209,6 +209,17 @@ def test_a_coordinator_port_that_is_taken() -> None:
     check_coordinator_port(Place(0, 2, f"127.0.0.1:{port}", port + 1, "127.0.0.1"))
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_local_with_a_full_standard_output(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "launch.local", "--num_processes=1", "--", sys.executable, "-c", "print('x' * 99)"]
+    with open("/dev/full", "w") as full:
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (2, "error: standard output: No space left on device\n")
+
+
 @pytest.mark.parametrize(("code", "expected"), [(42, 42), (2, 2), (137, 137)])
 def test_local_with_a_frozen_process(code: int, expected: int, tmp_path: Path) -> None:
     """A stopped process that must be killed is reported as such, and not with exit code 137 like a lack of memory."""
