@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -49,7 +50,9 @@ def measure_roofline(device: Any, dtype: str, repeats: int, matmul_size: int, co
         # Random numbers: products of zeros can run faster than real ones.
         left, right = (jax.random.normal(key, (matmul_size, matmul_size), jnp.dtype(dtype)) for key in keys)
         source = jnp.zeros(copy_bytes // 4, jnp.float32)
-        multiply = jax.jit(jnp.matmul)
+        # As the models multiply: by default, GPUs and TPUs round the factors of float32 products.
+        precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+        multiply = jax.jit(partial(jnp.matmul, precision=precision))
         # The copy is in place: new arrays would measure the speed of memory allocation.
         increment, held = jax.jit(lambda array: array + 1, donate_argnums=0), [source]
 
