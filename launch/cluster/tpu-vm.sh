@@ -79,10 +79,13 @@ usage() {
   exit 2
 }
 
-on_all_hosts() {
+on_all_hosts() { on_hosts all "$1"; }
+
+# Run command $2 on the hosts that $1 names: all, or the number of one.
+on_hosts() {
   # A connection that is dead without having been closed ends after a minute.
   local command=(gcloud compute tpus tpu-vm ssh "$TPU_NAME" --zone="$ZONE" ${PROJECT:+--project="$PROJECT"}
-    --worker=all --ssh-flag="-o ServerAliveInterval=15" --ssh-flag="-o ServerAliveCountMax=4" --command="$1")
+    --worker="$1" --ssh-flag="-o ServerAliveInterval=15" --ssh-flag="-o ServerAliveCountMax=4" --command="$2")
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%q ' "${command[@]}"
     echo
@@ -116,7 +119,7 @@ setup() {
   on_all_hosts "python3 -m pip install --quiet --user uv &&
     python3 -m uv venv --quiet --allow-existing --python 3.12 $ENVIRONMENT &&
     chmod 600 $SECRET &&
-    python3 -m uv pip install --quiet --python $ENVIRONMENT/bin/python '${wheel}[$EXTRAS]' &&
+    python3 -m uv pip install --quiet --python $ENVIRONMENT/bin/python './${wheel}[$EXTRAS]' &&
     $ENVIRONMENT/bin/diffumesh --version"
 }
 
@@ -145,15 +148,39 @@ follow_command() {
 " "$FOLLOW"
 }
 
-# Each host has marked its lines with its name and stream; they are separated here. A line that was cut is left out.
+# A host has marked its lines with its name and stream; they are separated here. A line that was cut is left out. One
+# process for each host does this, so they take turns.
 pass_on() {
   while IFS= read -r line; do
-    case $line in
-      "out "*) printf '%s\n' "${line#*] }" ;;
-      *) printf '%s\n' "${line#log }" >&2 ;;
-    esac
-    printf '%s\n' "$line" >>"$LOG"
+    {
+      flock 7
+      case $line in
+        "out "*) printf '%s\n' "${line#*] }" ;;
+        *) printf '%s\n' "${line#log }" >&2 ;;
+      esac
+      printf '%s\n' "$line" >&7
+    } 7>>"$LOG"
   done
+}
+
+end_connections() {
+  local group
+  for group in $(jobs -p); do kill -- "-$group" 2>/dev/null; done
+}
+
+# Follow run $1 on all hosts, until each has ended or its connection is lost. Through one connection for all hosts, a
+# line of one could arrive within a line of another.
+follow_all() {
+  local command worker count
+  command=$(follow_command "$1" "$2")
+  count=$(wc -w <<<"$hosts")
+  trap end_connections EXIT
+  set -m # each host's connection is a process group, which ends with this script
+  for ((worker = 0; worker < count; worker++)); do
+    on_hosts "$worker" "$command" | pass_on &
+  done
+  set +m
+  wait
 }
 
 # Wait before connecting again for the $1th time; fail if that has been tried often enough.
@@ -181,11 +208,11 @@ attach() {
   local failures=0 lines host waiting
   while :; do
     lines=$(wc -l <"$LOG")
-    on_all_hosts "$(follow_command "$1" "$2")" | pass_on
+    follow_all "$1" "$2"
     waiting=
     for host in $hosts; do
-      # Not grep -q: it would end before tail has written all, and pipefail would take that for no match.
-      tail -n "+$(($2 + 1))" "$LOG" | grep -F "exit [$host] " >/dev/null || waiting=$host
+      tail -n "+$(($2 + 1))" "$LOG" |
+        awk -v end="exit [$host] " 'index($0, end) == 1 { found = 1 } END { exit !found }' || waiting=$host
     done
     if [[ -z $waiting ]]; then return "$(tail -n "+$(($2 + 1))" "$LOG" | worst_code)"; fi
     if [[ $(wc -l <"$LOG") -gt $lines ]]; then failures=0; fi

@@ -160,14 +160,19 @@ def test_container_file_copies_what_the_package_needs() -> None:
 
 
 FAKE_GCLOUD = """#!/usr/bin/env bash
-# gcloud ... ssh NAME --worker=all --command=...: the command on HOSTS hosts that are all this machine. The connections
-# of the calls with the numbers in DROPS are lost after a while.
+# gcloud ... ssh NAME --worker=W --command=...: the command on one or all of HOSTS hosts that are all this machine. The
+# connections of the calls with the numbers in DROPS are lost after a while.
+exec 9>> "$FAKE/lock"; flock 9
 printf '%q ' "$@" >> "$FAKE/calls"; echo >> "$FAKE/calls"
+call=$(wc -l < "$FAKE/calls")
+exec 9>&-
 for argument in "$@"; do
   [[ $argument == --command=* ]] && command=${argument#--command=}
+  [[ $argument == --worker=* ]] && worker=${argument#--worker=}
 done
-[[ " ${DROPS:-} " == *" $(wc -l < "$FAKE/calls") "* ]] && dropped="timeout ${DROP_SECONDS:-1.5}"
+[[ " ${DROPS:-} " == *" $call "* ]] && dropped="timeout ${DROP_SECONDS:-1.5}"
 for ((host = 0; host < HOSTS; host++)); do
+  [[ $worker == all || $worker == "$host" ]] || continue
   FAKE_HOST=worker-$host JAX_PROCESS_ID=$host JAX_NUM_PROCESSES=$HOSTS ${dropped:-} bash -c "$command" &
 done
 wait
@@ -305,7 +310,7 @@ echo "$@"
 exit 0
 """,
     )
-    done = tpu_vm(slice_of_two | {"DROPS": "2 4 5"}, "run", "batch", "--prompt=it's; $HOME")
+    done = tpu_vm(slice_of_two | {"DROPS": "2 4 5 6 7"}, "run", "batch", "--prompt=it's; $HOME")
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("connecting again") >= 3
     assert len((tmp_path / "calls").read_text().splitlines()) >= 6
@@ -322,6 +327,26 @@ exit 0
             f"log [{host}] noise {number}" for number in range(1, 31)
         ]
         assert own[-1] == f"exit [{host}] {3 if host == 'worker-1' else 0}"
+
+
+def test_tpu_vm_wrapper_keeps_lines_whole(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    """Long lines of one host come in pieces, between which there may be lines of another."""
+    write_program(
+        slice_of_two,
+        """#!/bin/bash
+[ "$FAKE_HOST" = worker-1 ] && { for i in $(seq 30); do echo "line $i" >&2; sleep 0.1; done; exit 3; }
+printf -v text '%3000s' ''
+for i in $(seq 300); do echo "{\\"n\\": $i, \\"text\\": \\"$text\\"}"; sleep 0.005; done
+""",
+    )
+    done = tpu_vm(slice_of_two, "run", "generate")
+    assert done.returncode == 3, done.stderr
+    assert [json.loads(line)["n"] for line in done.stdout.splitlines()] == list(range(1, 301))
+    said = [line for line in done.stderr.splitlines() if "line" in line]
+    assert said == [f"[worker-1] line {number}" for number in range(1, 31)]
+    # The end of a host's run is a line of its own.
+    log = tmp_path / "log"
+    assert log.read_text().count("exit [worker-") == 2
 
 
 def test_tpu_vm_wrapper_runs_one_command_at_a_time(slice_of_two: dict[str, str], tmp_path: Path) -> None:
