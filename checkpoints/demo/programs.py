@@ -11,11 +11,12 @@ import functools
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoints.demo.branches import BRANCHES
+from checkpoints.demo.cases import strong_cases
 from checkpoints.demo.pipelines import pipeline
 from checkpoints.demo.singles import SINGLES
 from checkpoints.demo.tasks import ANNOTATIONS, Task, choose_names, values
@@ -227,6 +228,11 @@ def write(task: Task, rng: random.Random, held_out: bool = False) -> Program:
       NoTestsError: too few of the drawn arguments have a result.
       ValueError: a body does not compute what it should.
     """
+    return _write(task, rng, held_out)[0]
+
+
+def _write(task: Task, rng: random.Random, held_out: bool) -> tuple[Program, list[Any]]:
+    """Do the work of :func:`write`; also return the bodies as functions."""
     names = choose_names(task, rng)
     style = rng.choices(_STYLES, (30 if task.explicit else 0, 40, 18, 9, 3))[0]
     usual = held_out or style == "none" or rng.random() < 0.6
@@ -245,7 +251,7 @@ def write(task: Task, rng: random.Random, held_out: bool = False) -> Program:
     number = rng.choices(range(len(bodies)), [weight for weight, _ in task.bodies])[0]
     prompt = _prompt(task, name, names, style, cases, rng)
     tests = tuple(_test(_call(name, arguments), result) for arguments, result in cases)
-    return Program(name, task.spec, style, prompt, "\n    " + bodies[number], tests)
+    return Program(name, task.spec, style, prompt, "\n    " + bodies[number], tests), functions
 
 
 @dataclass(frozen=True)
@@ -290,7 +296,7 @@ def training_programs(count: int, seed: int, without: Excluded) -> Iterator[Prog
 
 
 def held_out_programs(count: int, seed: int) -> list[Program]:
-    """Return ``count`` held-out programs with different bodies and signatures, and tests with at least two results."""
+    """Return ``count`` held-out programs with different bodies and signatures, and tests that detect small mistakes."""
     rng = random.Random(seed)
     chosen: list[Program] = []
     bodies: set[str] = set()
@@ -300,7 +306,7 @@ def held_out_programs(count: int, seed: int) -> list[Program]:
         if not is_held_out(task):
             continue
         try:
-            program = write(task, rng, held_out=True)
+            program, functions = _write(task, rng, held_out=True)
         except NoTestsError:
             continue
         results = {test.rpartition("==")[2].rpartition(" - ")[2] for test in program.tests}
@@ -309,5 +315,8 @@ def held_out_programs(count: int, seed: int) -> list[Program]:
             continue
         bodies.add(marks[0])
         signatures.add(marks[1])
-        chosen.append(program)
+        # A generator of their own, so that the tests do not change which tasks are drawn.
+        cases = strong_cases(task, program.text, program.name, functions, random.Random(program.text))
+        tests = tuple(_test(_call(program.name, arguments), result) for arguments, result in cases)
+        chosen.append(replace(program, tests=tests))
     return chosen

@@ -16,6 +16,8 @@ import pytest
 from absl import flags
 
 from checkpoints.demo import corpus, train, write_tasks
+from checkpoints.demo.cases import LEAST, strong_cases
+from checkpoints.demo.mutants import mutants
 from checkpoints.demo.programs import (
     FOLDER,
     TASK_FILES,
@@ -180,6 +182,55 @@ def test_the_file_of_held_out_tasks_is_what_the_generator_writes() -> None:
     drawn = write_tasks.held_out_programs(25, write_tasks.SEED)
     text = (FOLDER / "held_out_tasks.jsonl").read_text(encoding="utf-8")
     assert text.startswith(write_tasks.lines(drawn))
+
+
+def test_the_tests_of_held_out_tasks_detect_small_mistakes() -> None:
+    """Of the mutants that pass, a sample read by hand was equivalent to the reference."""
+    changed = passed = 0
+    for row in TASKS["held_out_tasks.jsonl"] + TASKS["development_tasks.jsonl"]:
+        results = {test.rpartition("==")[2].rpartition(" - ")[2] for test in row["tests"]}
+        assert (len(row["tests"]), len(results) >= 2) == (LEAST, True), row["prompt"]
+    for row in TASKS["held_out_tasks.jsonl"][::4]:
+        for mutant in mutants(row["prompt"] + row["completion"]):
+            changed += 1
+            passed += passes(mutant, row["tests"])
+    assert changed > 900
+    assert passed < 0.07 * changed
+
+
+def passes(text: str, tests: list[str]) -> bool:
+    """Whether a function passes its tests, in this process."""
+    space: dict[str, Any] = {}
+    try:
+        for part in (text, *tests):
+            exec(part, space)
+    except Exception:
+        return False
+    return True
+
+
+def test_mutants_have_one_mistake_each() -> None:
+    found = mutants("def f(x):\n    return 3 <= x and x % 2 == 1")
+    assert len(found) == len(set(found))
+    bodies = {text.partition("return ")[2] for text in found}
+    assert {"3 <= x", "x % 2 == 1", "3 <= x or x % 2 == 1", "3 < x and x % 2 == 1", "4 <= x and x % 2 == 1"} < bodies
+    assert "3 <= x and x % 2 == 1" not in bodies
+    filtered = "def f(xs):\n    return [not x for x in xs if x > 2]"
+    assert {"[not x for x in xs]", "[x for x in xs if x > 2]"} < {m.partition("return ")[2] for m in mutants(filtered)}
+    # A changed while loop might not end.
+    assert mutants("def f(x):\n    while x > 3:\n        x -= 2\n    return x") == []
+
+
+def test_cases_have_arguments_at_the_limits_and_all_results() -> None:
+    text = "def f(x):\n    return 20 <= x <= 25"
+    task = Task("x", ("f",), (Parameter("number"),), ("?x",), ((1.0, "return 20 <= $a <= 25"),))
+    cases = strong_cases(task, text, "f", [lambda x: 20 <= x <= 25], random.Random(0))
+    assert len(cases) == LEAST
+    assert {19, 20, 25, 26} <= {arguments[0] for arguments, _ in cases}
+    assert {result for _, result in cases} == {True, False}
+    # Arguments on which the bodies of a task disagree are not used.
+    disagreeing = strong_cases(task, text, "f", [lambda x: 20 <= x <= 25, lambda x: 20 <= x < 25], random.Random(0))
+    assert 25 not in {arguments[0] for arguments, _ in disagreeing}
 
 
 def test_every_single_task_can_be_written() -> None:
