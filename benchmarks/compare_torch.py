@@ -15,8 +15,7 @@ are made in PyTorch and read here from a checkpoint. For float32 on CPU, PyTorch
 matrix products, which a short probe finds and the row names: a pass over as many positions, at most 512, or the
 decoding of a few tokens. Results are compared before times: logits, and tokens of greedy generations. What is sampled
 is judged by PyTorch's distributions, see :mod:`benchmarks.torch_rows`. Calls alternate after a warm-up with the timed
-shapes. Memory is that of further processes, one for each library. A goal that is not reached is marked, and its row
-stays.
+shapes. A goal that is not reached is marked, and its row stays. :mod:`benchmarks.torch_memory` compares memory.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ from benchmarks.records import (
     write_record,
 )
 from benchmarks.roofline import fits_or_none
-from benchmarks.torch_cases import PARTS, PARTS_OF_A_MODEL, Case, cases, define_case_flags, published
-from benchmarks.torch_memory import DTYPES, LIBRARIES
+from benchmarks.torch_cases import DTYPES, PARTS, PARTS_OF_A_MODEL, cases, define_case_flags, published
 from benchmarks.torch_models import import_torch, torch_device
 from benchmarks.torch_rows import TOLERANCE, Sides, compare
 from benchmarks.torch_tables import PASSES, add_goals, agreement
@@ -55,7 +53,7 @@ from launch.process.startup import run_launcher
 from sharding.errors import InputError
 
 _ALL = "all"
-_MODELS = ("demo", "mid-size")
+MODELS = ("demo", "mid-size")
 # Flags that a process for one number of cores gets from this one.
 _OWN_FLAGS = ("cores", "output_dir", "record")
 
@@ -64,7 +62,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     define_profiling_flags(values)
-    define_model_flags(values, _MODELS)
+    define_model_flags(values, MODELS)
     define_case_flags(values)
     flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)} to run.", flag_values=values)
     flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of weights and activations.", flag_values=values)
@@ -73,8 +71,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("repeats", 10, "Maximum number of timed calls per case.", 1, flag_values=values)
     text = "Seconds of timed calls per case. At least 3 calls are timed, even if they take longer."
     flags.DEFINE_float("row_seconds", 20.0, text, 0.0, flag_values=values)
-    flags.DEFINE_bool("memory", True, "Also measure memory, on CPU.", flag_values=values)
-    text = "Measure in this process, with one number of cores and without memory."
+    text = "Measure in this process, with one number of cores."
     flags.DEFINE_bool("one_process", False, text, flag_values=values)
 
 
@@ -99,13 +96,22 @@ def check_flags(values: flags.FlagValues) -> None:
       InputError: a flag is wrong.
     """
     check_profiling(values)
+    check_cases(values)
+    numbers_of_cores(values.cores, "cpu")
+
+
+def check_cases(values: flags.FlagValues) -> None:
+    """Check the flags that give the cases.
+
+    Raises:
+      InputError: a flag is wrong.
+    """
     if not values.parts or set(values.parts) - set(PARTS):
         raise InputError(f"--parts={','.join(values.parts)}: expected some of {', '.join(PARTS)}")
     for part in values.parts:
         for case in cases(part, values, "cpu"):
             if case.config is not None and case.new_tokens == 0:
                 raise InputError(f"--canvas={case.canvas}: half of it is generated, so it needs 2 positions")
-    numbers_of_cores(values.cores, "cpu")
 
 
 def subjects(values: flags.FlagValues) -> Iterator[tuple[str, list[str]]]:
@@ -201,43 +207,6 @@ def measure_in_processes(values: flags.FlagValues, cores: Sequence[int]) -> dict
     return results
 
 
-def measure_memory(values: flags.FlagValues, results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Measure the memory of the longest case of each part, in one process per model and library.
-
-    Args:
-      values: the flags.
-      results: rows by part. They name the library that PyTorch runs in. Cases that did not fit are left out.
-    """
-    rows = []
-    for name, parts in subjects(values):
-        for part in parts:
-            case = max(cases(part, values, "cpu"), key=lambda one: (one.canvas, one.batch))
-            timed = {"model": name} | case.sizes
-            same = [row for row in results[part] if all(row[key] == value for key, value in timed.items())]
-            if "out_of_memory" in same[-1]:
-                continue
-            backend = same[-1]["torch_backend"]
-            row: dict[str, Any] = {"part": part, "model": name, "torch_backend": backend} | case.sizes
-            for library in LIBRARIES:
-                given = memory_flags(name, case, backend, values)
-                printed = run_process("torch_memory", [f"--library={library}", *given], read=True)
-                row[library] = parse_json_object(printed.strip().splitlines()[-1].encode())
-                print(f"memory {part} {name} {library}: {row[library]['peak_bytes'] / 1e6:.0f} MB", flush=True)
-            rows.append(row)
-    return rows
-
-
-def memory_flags(name: str, case: Case, backend: str, values: flags.FlagValues) -> list[str]:
-    """Return the flags of :mod:`benchmarks.torch_memory` for one case."""
-    sizes = {"batch": case.batch, "canvas": case.canvas, "prompt": values.prompt, "steps": values.steps}
-    if case.is_autoregressive:
-        sizes["new_tokens"] = case.new_tokens
-    sampling = {one: values[one].value for one in ("temperature", "top_p", "top_k") if values[one].value is not None}
-    model = {} if name == "gpt2" else {"random": name} | sizes_of(name, values)
-    given = {"part": case.part, "dtype": values.dtype, "backend": backend} | model | sizes | sampling
-    return [f"--{flag}={value}" for flag, value in given.items()]
-
-
 def main(values: flags.FlagValues) -> None:
     """Run the comparisons, print a line for each case, and write the record."""
     # Both frameworks share the device's memory, so allocate only what is needed.
@@ -259,10 +228,6 @@ def main(values: flags.FlagValues) -> None:
         cores = numbers_of_cores(values.cores, devices[0].platform)
         results = measure_in_processes(values, cores)
     write(values, cores, device, results, devices, notes)
-    if values.memory and device == "cpu" and not values.one_process:
-        # Written before, because the times take an hour and memory may run out.
-        results["memory"] = measure_memory(values, results)
-        write(values, cores, device, results, devices, notes)
 
 
 def write(

@@ -38,7 +38,7 @@ from benchmarks.schedule import schedule_table
 from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
 from benchmarks.summary import estimated_table, measured_table
-from benchmarks.torch_tables import comparison_table
+from benchmarks.torch_tables import comparison_table, memory_table
 from checkpoints import parse_json_object
 from launch.process.startup import run_launcher
 from sharding.errors import InputError
@@ -59,6 +59,11 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         comparison_table,
         "a GPU or TPU; models of billions of parameters; PyTorch with torch.compile, with an inference server, or with "
         "another decoding loop than the published one.",
+    ),
+    "torch_memory": (
+        memory_table,
+        "a GPU or TPU; models of billions of parameters; PyTorch with torch.compile; the steady state, without the "
+        "memory of compilation.",
     ),
     "compile_times": (
         compile_times_table,

@@ -36,6 +36,7 @@ from runtime.planner.presets import preset
 # Parts that run once for each model, and parts that bring their own model.
 PARTS_OF_A_MODEL = ("forward", "generate", "autoregressive")
 PARTS = (*PARTS_OF_A_MODEL, "gpt2")
+DTYPES = ("float32", "bfloat16")
 # On CPU, canvases from this length on are generated in the smallest batch alone: several rows would take minutes.
 _LONG_CANVAS = 1024
 _SAMPLING = ("temperature", "top_p", "top_k")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.decoding.parameters import DiffusionConfig
+from runtime.models.config import ModelConfig
 from runtime.models.families import parse_config
 from sharding.errors import InputError
 
@@ -65,6 +66,14 @@ def wait_for(torch: Any, device: str) -> None:
         torch.cuda.synchronize()
 
 
+def import_model_class(config: ModelConfig) -> Any:
+    """Import the class in transformers of a model's family."""
+    import transformers
+
+    assert config.family.transformers_class is not None
+    return getattr(transformers, config.family.transformers_class)
+
+
 def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: int = 0) -> Any:
     """Make a random model in PyTorch, on its device, in evaluation mode.
 
@@ -78,11 +87,8 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
       InputError: this version of transformers cannot turn its causal mask off.
     """
     torch = import_torch()
-    import transformers
-
     parsed = parse_config(config)
-    assert parsed.family.transformers_class is not None
-    model_class = getattr(transformers, parsed.family.transformers_class)
+    model_class = import_model_class(parsed)
     config_class = model_class.config_class
     own = config_class(**config | {"model_type": config_class.model_type, "attn_implementation": "sdpa"})
     # Weights are larger than usual, so that masked positions differ by much more than rounding and tokens can be

@@ -76,19 +76,13 @@ def test_both_sides_do_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "| batch 2, canvas 32, new tokens 16, steps 4 |" in text
 
 
-def test_a_process_per_number_of_cores_and_one_per_library_for_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_per_number_of_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, list[str]]] = []
     timing = {"median": 2.0, "minimum": 1.0, "maximum": 3.0}
     times = {"jax_ms": timing, "torch_ms": timing, "times_as_fast": timing, "torch_backend": "onednn"}
 
-    def process(module: str, arguments: list[str], read: bool = False) -> str:
+    def process(module: str, arguments: list[str]) -> str:
         started.append((module, arguments))
-        if read:
-            assert "--backend=onednn" in arguments, "memory is that of the faster library"
-            assert "--part=autoregressive" in arguments
-            return 'other output\n{"before_bytes": 1000000, "peak_bytes": 3000000}\n'
         [folder] = [one.partition("=")[2] for one in arguments if one.startswith("--output_dir=")]
         [cores] = [int(one.partition("=")[2]) for one in arguments if one.startswith("--cores=")]
         row = {"model": "mid-size", "cores": cores, "batch": 2, "prompt": 8, "new_tokens": 4, **times}
@@ -99,7 +93,7 @@ def test_a_process_per_number_of_cores_and_one_per_library_for_memory(
     monkeypatch.setattr(compare_torch, "run_process", process)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4), raising=False)
     run(*TINY, "--parts=autoregressive", f"--output_dir={tmp_path}")
-    assert [module for module, _ in started] == ["compare_torch"] * 2 + ["torch_memory"] * 2
+    assert [module for module, _ in started] == ["compare_torch"] * 2
     assert "--hidden_size=64" in started[0][1]
     assert "--one_process" in started[0][1]
     record = parse_json_object((tmp_path / "compare_torch.json").read_bytes())
@@ -107,7 +101,6 @@ def test_a_process_per_number_of_cores_and_one_per_library_for_memory(
     assert [row["cores"] for row in record["results"]["autoregressive"]] == [1, 4]
     text = comparison_table(record)
     assert "| autoregressive | mid-size | 4 | batch 2, prompt 8, new tokens 4 | 2.0 | 2.0 (onednn) |" in text
-    assert "| autoregressive | mid-size | batch 2, prompt 8, new tokens 4 | 2 | 2 | 1.00 |" in text
 
 
 @pytest.mark.parametrize(("dtype", "wider", "rounding"), [("bfloat16", "float32", 0.05), ("float32", "float64", 1e-5)])
@@ -136,10 +129,8 @@ def test_cached_decoding_has_the_same_tokens(part: str, tmp_path: Path) -> None:
 def test_processes_of_their_own(tmp_path: Path) -> None:
     run(*TINY, "--parts=generate", "--cores=1", "--dtype=bfloat16", f"--output_dir={tmp_path}")
     record = parse_json_object((tmp_path / "compare_torch.json").read_bytes())
-    (row,), (memory,) = record["results"]["generate"], record["results"]["memory"]
+    (row,) = record["results"]["generate"]
     assert (row["cores"], row["torch_backend"]) == (1, "default")
-    for library in ("jax", "torch"):
-        assert 0 < memory[library]["before_bytes"] <= memory[library]["peak_bytes"] < 4 << 30
 
 
 def test_the_faster_library_is_chosen() -> None:
