@@ -12,7 +12,7 @@ from benchmarks.plot_labels import Label, place_labels
 # Costs at which the axis may be labelled
 _TICKS = (2, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500)
 # Where a name may stand, in points from its point, the nearest places first
-_OFFSETS = tuple((right, sign * away) for away in range(6, 62, 4) for right in (0, 6, -6) for sign in (1, -1))
+_OFFSETS = tuple((right, sign * away) for away in range(6, 90, 4) for right in (0, 6, -6) for sign in (1, -1))
 _CAPTION = (
     "Named: exact decoding, Fast-dLLM as published, the mode of each goal, the cheapest\n"
     "mode that equals Fast-dLLM, and the best others that no mode beats (on the line).\n"
@@ -68,12 +68,15 @@ def _name(axes: Any, labels: list[Label], results: Results, named: list[str]) ->
     from matplotlib.transforms import Bbox
 
     axes.get_figure().draw_without_rendering()
-    taken = []
+    taken, marks = [], []
     for name, row in results.items():
         low, high = row["passed_rate_95"] if name in named else (row["passed_rate"], row["passed_rate"])
         cost = row["positions_per_token"]
-        taken.append(Bbox(axes.transData.transform([(cost, low), (cost, high)])).padded(4))
-    place_labels(axes, labels, _OFFSETS, 10, taken)
+        mark = Bbox(axes.transData.transform([(cost, low), (cost, high)]))
+        taken.append(mark.padded(4))
+        if name in named:
+            marks.append(mark)
+    place_labels(axes, labels, _OFFSETS, 10, taken, marks)
 
 
 def _prepare(axes: Any, results: Results) -> None:

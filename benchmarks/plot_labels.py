@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,12 +24,19 @@ class Label:
     color: str
 
 
+def _distance(one: Bbox, other: Bbox) -> float:
+    right = max(one.x0 - other.x1, other.x0 - one.x1, 0.0)
+    above = max(one.y0 - other.y1, other.y0 - one.y1, 0.0)
+    return math.hypot(right, above)
+
+
 def place_labels(
     axes: Axes,
     labels: Sequence[Label],
     offsets: Sequence[tuple[float, float]],
     fontsize: float,
     taken: Sequence[Bbox] = (),
+    marks: Sequence[Bbox] = (),
 ) -> None:
     """Write each label at the first offset from its point where it covers nothing and lies inside the axes.
 
@@ -42,13 +50,15 @@ def place_labels(
         label's right end, one above is its bottom, and so on.
       fontsize: size of the texts in points.
       taken: rectangles, in pixels, that no label may cover.
+      marks: what each label names, as rectangles in pixels, in the order of the labels. A label is only written where
+        its own mark is the nearest one.
     """
     from matplotlib.figure import Figure
 
     assert isinstance(axes.figure, Figure)
     axes.figure.draw_without_rendering()
     boxes = list(taken)
-    for label in labels:
+    for number, label in enumerate(labels):
         for right, above in offsets:
             text = axes.annotate(
                 label.text, label.at, (right, above), textcoords="offset points", fontsize=fontsize, color=label.color,
@@ -60,7 +70,12 @@ def place_labels(
             box = text.get_window_extent().padded(_MARGIN)
             is_inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1)
             is_inside = is_inside and axes.bbox.containsy(box.y0) and axes.bbox.containsy(box.y1)
-            if (is_inside and not any(box.overlaps(other) for other in boxes)) or (right, above) == offsets[-1]:
+            distances = [_distance(box, mark) for mark in marks]
+            is_nearest = not marks or distances[number] <= min(distances)
+            if (is_inside and is_nearest and not any(box.overlaps(other) for other in boxes)) or (
+                right,
+                above,
+            ) == offsets[-1]:
                 boxes.append(box)
                 break
             text.remove()
