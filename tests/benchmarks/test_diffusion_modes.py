@@ -259,6 +259,12 @@ def test_six_modes_matter() -> None:
     assert modes_that_matter(RESULTS | {"cheaper": cheaper}, goals, "dominated")[4] == "cheaper", "half the positions"
 
 
+def drawn_labels(axis: Any) -> list[Any]:
+    """Return the labels of the ticks in view; matplotlib also places some beyond it, and does not draw them."""
+    low, high = axis.get_view_interval()
+    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_names_stand_beside_their_points(is_committed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results, published, six = RESULTS, "dominated", ["exact", "a", "like b", "dominated", "b"]
@@ -266,14 +272,14 @@ def test_names_stand_beside_their_points(is_committed: bool, monkeypatch: pytest
         results = json.loads(Path("benchmarks/results/diffusion_modes.json").read_text())["results"]
         published = PUBLISHED
         six = [
-            "exact", "dual_8_once_frechet", "fast_dllm", "dual_4_once_at_0.7", "dual_8_schedule",
+            "exact", "dual_8_once_at_0.8", "fast_dllm", "dual_4_once_at_0.7", "dual_8_schedule",
             "dual_8_once_entropy_bound",
         ]  # fmt: skip
     figures = captured(monkeypatch)
     draw_modes(results, recommended(results), published, tmp_path / "modes.png")
     (figure,) = figures
     (axes,) = figure.axes
-    assert_texts_are_apart(figure, [*axes.get_xticklabels(), *axes.get_yticklabels()])
+    assert_texts_are_apart(figure, [*axes.get_xticklabels(), *drawn_labels(axes.yaxis)])
     assert not figure.legends
     assert axes.get_legend() is None
     points, bars = (
