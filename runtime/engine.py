@@ -92,7 +92,7 @@ class Engine(TokenEngine):
           attention: attention implementation: ``auto``, ``xla``, ``cudnn`` or ``splash``.
           devices: devices to use; all by default.
           max_batch: maximum number of rows on the devices at a time. The default is what memory allows.
-          quantize: ``int8`` keeps matrices as int8, ``int4`` those of layers as int4. A quantized checkpoint stays so.
+          quantize: ``int8`` or ``int4`` weights (int4 in layers only). A quantized checkpoint stays as it is stored.
           kv_cache: dtype of cached keys and values: ``model``, ``bfloat16``, ``float32`` or ``int8``.
           rows: expected number of rows per batch, a hint for the default mesh.
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.

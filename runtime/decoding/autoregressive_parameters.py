@@ -114,9 +114,9 @@ class SamplingConfig:
     prompt_lookup: int = parameter(
         0,
         Integer(0, MAX_PROMPT_LOOKUP),
-        "Speculative decoding with n-grams: propose this many tokens, those that followed the last earlier occurrence "
-        "of the row's last three, two or one tokens, and verify them in one forward pass, which adds one token and one "
-        "more for each accepted one. The tokens do not change. No effect without a cache. A server compiles a fixed "
+        "Speculative decoding with n-grams: find the last earlier occurrence of the row's last three, two or one "
+        "tokens, and propose this many of the tokens that followed it. One forward pass verifies them and adds the "
+        "accepted ones plus one. The tokens do not change. No effect without a cache. A server compiles a fixed "
         "number; in a request, this is an upper bound.",
         idle=(0,),
         speed_only=True,
