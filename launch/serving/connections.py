@@ -85,6 +85,8 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        # By default the last 64 KB do not pause writing, so no timer would run for them.
+        transport.set_write_buffer_limits(high=0)
         self._client = transport.get_extra_info("peername")[:2]
         if len(self._connections) >= self._limits.connections:
             transport.abort()
@@ -133,7 +135,10 @@ class Connection(asyncio.Protocol):
             self.data_received(held)
 
     def pause_writing(self) -> None:
-        """Start the timer that closes the connection if the client leaves the response unread for too long."""
+        """Start the timer that closes the connection if the client leaves the response unread for too long.
+
+        Writing is paused whenever the kernel does not take everything at once, until it has taken the rest.
+        """
         self._protocol.pause_writing()
         self._watch_reading()
 
@@ -150,7 +155,7 @@ class Connection(asyncio.Protocol):
         self._write_timer = self._loop.call_later(self._limits.write_seconds, check)
 
     def resume_writing(self) -> None:
-        """Stop the timer: the client reads again."""
+        """Stop the timer: the kernel has everything."""
         self._protocol.resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import openai
@@ -17,6 +18,7 @@ import pytest
 
 from checkpoints import DEMO
 from launch.serving.backend import Backend
+from launch.serving.connections import Connection
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
@@ -103,3 +105,29 @@ def test_who_reads_slowly_and_steadily_gets_everything(
                 got += len(data)
                 time.sleep(0.02)
         assert got > size
+
+
+@pytest.mark.parametrize("unsent", [1, 1 << 16])
+def test_who_stops_reading_shortly_before_the_end_is_not_waited_for(unsent: int) -> None:
+    """The rest that the client leaves unread is so small that asyncio would not call it a full buffer."""
+
+    class Answer(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            there = cast(asyncio.Transport, transport)
+            while not there.get_write_buffer_size():
+                there.write(b"x")
+            there.write(b"x" * (unsent - 1))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            lost.set()
+
+    lost = asyncio.Event()
+
+    async def answered() -> None:
+        own, deaf = socket.socketpair()
+        limits = Limits(write_seconds=0.1, read_seconds=2 * PATIENCE)
+        with deaf:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: Connection(Answer(), {}, limits), own)
+            await asyncio.wait_for(lost.wait(), PATIENCE / 10)
+
+    asyncio.run(answered())
