@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from runtime.execution.row_request import RowRequest, RowResult
     from runtime.execution.rows import (
         MAX_SAMPLES,
+        check_ids,
         check_kind,
         check_request,
         check_row,
@@ -177,6 +178,7 @@ __all__ = [
     "can_run",
     "check_draft_objectives",
     "check_given",
+    "check_ids",
     "check_kind",
     "check_request",
     "check_row",
@@ -296,6 +298,7 @@ _HOMES = {
     "can_run": "runtime.decoding.compatibility",
     "check_draft_objectives": "runtime.execution.draft_models",
     "check_given": "runtime.decoding.schema",
+    "check_ids": "runtime.execution.rows",
     "check_kind": "runtime.execution.rows",
     "check_request": "runtime.execution.rows",
     "check_row": "runtime.execution.rows",

@@ -20,6 +20,7 @@ from runtime import (
     SamplingConfig,
     TextTokenizer,
     check_given,
+    check_ids,
     check_kind,
     check_row,
     default_steps,
@@ -292,7 +293,8 @@ def finish(
     """Return the fields of :class:`Asked` for a draft, given the result of :func:`encode_drafts` for it.
 
     Raises:
-      InputError: the prompt is empty or too long, or the model cannot run the request.
+      InputError: the prompt is empty, too long or has tokens that the model does not know, or the model cannot run the
+        request.
     """
     if isinstance(encoded, InputError):
         raise encoded
@@ -300,6 +302,9 @@ def finish(
     tokens, suffix, chat = _not_empty(given), after, draft.is_chat(defaults.chat)
     if after:
         tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, after, chat=chat)
+    field = "prompt" if isinstance(draft.prompt, str) or draft.has_tokens else "messages"
+    for ids in (tokens, suffix):
+        check_ids(ids, defaults.model, field)
     check_row(tokens, suffix, defaults.model, draft.config)
     read_stop(draft.stop, defaults.model, [tokens])
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""

@@ -259,11 +259,20 @@ def check_tokens(tokens: Sequence[int], seed: int, config: ModelConfig) -> None:
     """
     if not len(tokens):
         raise InputError("the prompt has no token")
-    for token in (min(tokens), max(tokens)):
-        if not 0 <= token < config.vocab_size:
-            raise InputError(f"token id {token} is outside the vocabulary of {config.vocab_size}")
+    check_ids(tokens, config)
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed is {seed}; expected an integer from 0 to 2**64 - 1", field="seed")
+
+
+def check_ids(tokens: Sequence[int], config: ModelConfig, field: str | None = None) -> None:
+    """Check that the model knows all tokens of a row, which may be empty. A tokenizer can have more than the model.
+
+    Raises:
+      InputError: an id is outside the vocabulary; ``field`` is its field.
+    """
+    for token in (min(tokens), max(tokens)) if len(tokens) else ():
+        if not 0 <= token < config.vocab_size:
+            raise InputError(f"token id {token} is outside the vocabulary of {config.vocab_size}", field=field)
 
 
 def _check_window(rows: Rows, config: ModelConfig, limit: int) -> None:

@@ -234,8 +234,8 @@ class TokenEngine:
                     own = self._with_early_stop(request.config)
                     configs[id(request.config)] = request.config if own == request.config else own
                 own = configs[id(request.config)]
-                check_row(request.tokens, request.suffix, self.config, own)
                 check_tokens((*request.tokens, *request.suffix), request.seed, self.config)
+                check_row(request.tokens, request.suffix, self.config, own)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error
             is_decided = own is request.config

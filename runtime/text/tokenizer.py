@@ -11,6 +11,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
 from runtime.execution.left_padding import left_padded
+from runtime.execution.rows import check_ids
 from runtime.models.config import InfillingTokens, ModelConfig, token_ids
 from runtime.models.families import find_family
 from runtime.text.chat_template import RendererStartError, TemplateRenderer, TemplateTimeoutError
@@ -352,8 +353,8 @@ def encode_prompts(
       chat: apply the chat template to each prompt.
 
     Raises:
-      InputError: there are no prompts, one is not a string, one has no tokens, there is not one suffix for each prompt,
-        ``chat`` is set with a suffix, or the model has no way to see a suffix.
+      InputError: there are no prompts, one is not a string, one has no tokens or one that the model does not know,
+        there is not one suffix for each prompt, ``chat`` is set with a suffix, or the model has no way to see a suffix.
       CheckpointError: ``chat`` is set, but the checkpoint has no chat template.
     """
     prompts = [prompts] if isinstance(prompts, str) else prompts
@@ -370,6 +371,11 @@ def encode_prompts(
         raise InputError(f"suffixes: expected a string for each of the {len(prompts)} prompts", field="suffix")
     texts = zip(encoded, map(tokenizer.encode, suffixes), strict=True)
     placed = [place_suffix(tokenizer, model, prompt, suffix, chat=chat) for prompt, suffix in texts]
+    for number, (row, after) in enumerate(placed):
+        try:
+            check_ids([*row, *after], model)
+        except InputError as error:
+            raise InputError(f"prompt {number}: {error}", field="prompt") from error
     return EncodedPrompts(*left_padded([row for row, _ in placed], model.pad_token_id), [row for _, row in placed])
 
 

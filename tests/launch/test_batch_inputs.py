@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import os
+import shutil
 import stat
 import weakref
 from pathlib import Path
@@ -25,7 +26,7 @@ from launch.batches.folder import ERRORS, LOCK, RESULTS, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
 from launch.batches.records import Key, as_bits, of_bits
 from launch.openai.bodies import Defaults, read_asked
-from runtime import DiffusionConfig, lock, parse_config
+from runtime import DiffusionConfig, encode_prompts, lock, parse_config
 from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from runtime.text.tokenizer import TextTokenizer
 from sharding.errors import InputError
@@ -162,6 +163,32 @@ def test_what_the_tokenizer_cannot_take_is_a_bad_line(tmp_path: Path, defaults: 
     assert [one.id for one in found.lines] == ["a", "c"]
     assert [(bad.number, bad.id) for bad in found.bad] == [(2, "b")]
     assert "the tokenizer cannot process this text" in found.bad[0].message
+
+
+@pytest.mark.parametrize("outside", [1536, 2**32 - 1])
+def test_tokens_that_only_the_tokenizer_has_are_refused(tmp_path: Path, outside: int) -> None:
+    """A tokenizer may have tokens for which the model has no row in its embedding."""
+    shutil.copy(DEMO / "config.json", tmp_path)
+    stored = json.loads((DEMO / "tokenizer.json").read_text())
+    stored["model"]["vocab"]["~"] = outside
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    folder = open_folder(tmp_path)
+    tokenizer = TextTokenizer.from_folder(folder)
+    assert tokenizer is not None
+    model = parse_config(folder.config)
+    own = Defaults("demo", model, tokenizer, DiffusionConfig(4, steps=4), True, (), 0, False, 1, ())
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    found = read(tmp_path, b"\n".join([line("a"), line("b", prompt="x~"), line("c", suffix="~")]), own)
+    said = f"token id {outside} is outside the vocabulary of 1536"
+    assert ([one.id for one in found.lines], [one.id for one in found.bad]) == (["a"], ["b", "c"])
+    assert all(said in one.message for one in found.bad)
+    for name, value in {"prompt": "~", "messages": [{"role": "user", "content": "~"}]}.items():
+        with pytest.raises(InputError, match=said) as refused:
+            read_asked({name: value}, own)
+        assert refused.value.field == name
+    for prompts, suffixes in ((["x", "~"], []), (["x", "x"], ["", "~"])):
+        with pytest.raises(InputError, match=f"prompt 1: {said}"):
+            encode_prompts(tokenizer, prompts, model, suffixes=suffixes)
 
 
 def test_numbers_and_nesting_that_no_float_or_printer_takes_are_bad_lines(tmp_path: Path, defaults: Defaults) -> None:

@@ -201,6 +201,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "request 1: suffix is not available for sdar models",
     ),
+    "a scheduler's token": (
+        lambda: golden_cases.engine().scheduler([RowRequest([1], PLAIN, 0, [2**40])]),
+        "request 0: token id 1099511627776 is outside the vocabulary",
+    ),
+    "a token of a scheduler's prompt": (
+        lambda: golden_cases.engine().scheduler([RowRequest([2**40], PLAIN, 0, [3])]),
+        "request 0: token id 1099511627776 is outside the vocabulary",
+    ),
 }
 
 
