@@ -13,9 +13,13 @@ from runtime.execution.buckets import Bucket, Grid
 from runtime.execution.fair_queue import FairQueue
 from runtime.execution.requests import ScheduledRow, iterations_of
 from runtime.execution.row_request import RowRequest
+from runtime.execution.step_plan import BucketRun
 
 # Weight of the newest measurement in the moving average of an iteration's time.
 _NEWEST = 0.3
+# A run counts as at most so many times its estimate: the rest was a pause of the process or of its devices, and no time
+# that the rows received.
+_LONGEST = 4
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,34 @@ class PoolState:
             seconds += unit * cost.of_prompt(len(row.tokens), min(limits.prompt_chunk, bucket.width))
         return seconds
 
-    def measured(self, bucket: Bucket, seconds: float) -> None:
+    def ran(self, one: OpenBucket, run: BucketRun, step_seconds: float | None) -> None:
+        """Count the time of a run: what each row of the open bucket has received, and what an iteration takes.
+
+        Args:
+          one: the bucket, with its rows.
+          run: the run.
+          step_seconds: approximate duration of a step. None means that all buckets run in every step, whatever they
+            take, so all time is counted.
+        """
+
+        def counted(seconds: float, estimate: float) -> float:
+            return min(seconds, _LONGEST * estimate) if estimate and step_seconds is not None else seconds
+
+        # How long a prompt's chunk takes is not measured, but it should not take much longer than a step.
+        received = counted(run.prefill_seconds, self._chunk_estimate(one.bucket, step_seconds or 0.0))
+        # Only runs with iterations tell how long an iteration takes.
+        if run.iterations:
+            seconds = counted(run.seconds, self.estimate(one.bucket) * run.iterations)
+            self._measured(one.bucket, seconds / run.iterations)
+            received += seconds
+        self.received[one.number] += received / len(one.rows)
+
+    def _chunk_estimate(self, bucket: Bucket, least: float) -> float:
+        """Estimate the seconds of a chunk of a prompt, at least ``least``; 0 if nothing has been measured."""
+        chunk = min(self.limits.prompt_chunk or bucket.width, bucket.width)
+        return self.rate and max(least, self.rate * self.limits.grid.cost.of_prompt(chunk, chunk))
+
+    def _measured(self, bucket: Bucket, seconds: float) -> None:
         """Record the measured time of an iteration of a bucket."""
         old = self.seconds.get(bucket)
         self.seconds[bucket] = seconds if old is None else old + _NEWEST * (seconds - old)

@@ -303,11 +303,7 @@ class Scheduler:
             stats.forwards += run.forwards
             stats.slot_iterations += run.iterations * one.bucket.rows
             stats.computed_positions += run.iterations * one.bucket.positions * pool.limits.canvases
-            # Only runs with iterations tell how long an iteration takes.
-            if run.iterations:
-                pool.measured(one.bucket, run.seconds / run.iterations)
-                pool.received[one.number] += run.seconds / len(one.rows)
-            pool.received[one.number] += run.prefill_seconds / len(one.rows)
+            pool.ran(one, run, self.policy.step_seconds)
             for held in one.rows:
                 row = self._rows[held]
                 row.unread = held in outcome.unread

@@ -18,10 +18,11 @@ from runtime import (
     SamplingConfig,
     Scheduler,
     SchedulerPolicy,
+    StepOutcome,
     StepPlan,
 )
 from runtime.execution import policy
-from runtime.execution.buckets import PassCost, make_grid
+from runtime.execution.buckets import Grid, PassCost, make_grid
 from tests.runtime.execution.counted_slots import WIDTH, CountedSlots, drain, finished, one_bucket, rows, step
 
 
@@ -265,3 +266,43 @@ def test_a_new_request_waits_about_a_step() -> None:
     seen = [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, CanvasChanged)]
     assert [event.handle for event in seen] == [late] * len(seen)
     assert seen
+
+
+def delayed(outcome: StepOutcome, seconds: float, bucket: int, *, prefill: bool) -> StepOutcome:
+    """Add ``seconds`` to what one bucket's iterations, or its reading of prompts, took."""
+    (pool,) = outcome.pools
+    name = "prefill_seconds" if prefill else "seconds"
+    runs = [
+        dataclasses.replace(run, **{name: getattr(run, name) + seconds}) if run.number == bucket else run  # type: ignore[arg-type]
+        for run in pool.runs
+    ]
+    return dataclasses.replace(outcome, pools=[dataclasses.replace(pool, runs=runs)])
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("seconds", [0.005, 0.06], ids=["short iterations", "iterations longer than a step"])
+def test_a_pause_of_the_machine_is_no_time_that_rows_received(seconds: float, prefill: bool) -> None:
+    """A step of a long row's bucket takes half a minute once, and the row goes on beside a bucket of short rows."""
+    grid = Grid(8, WIDTH, (Bucket(1, WIDTH), Bucket(8, 128)), PassCost(0.0, 0.0))
+    scheduler, slots = Scheduler([PoolLimits(grid)]), CountedSlots(seconds)
+    scheduler.add(RequestHandle("long", rows(500)))
+    scheduler.add(RequestHandle("short", rows(*[100] * 500)))
+
+    def next_step(pause: float = 0.0) -> int:
+        """Take a step, and return the iterations of the long row in it."""
+        plan = scheduler.schedule(slots.now)
+        outcome = slots.execute(plan)
+        (wide,) = (one for one in plan.pools[0].buckets if one.width == WIDTH)
+        scheduler.update(delayed(outcome, pause, wide.number, prefill=prefill), slots.now)
+        return next((run.iterations for run in outcome.pools[0].runs if run.number == wide.number), 0)
+
+    for _ in range(10):
+        next_step()
+    usual = sum(next_step() for _ in range(20))
+    assert usual
+    while not next_step(30.0):
+        pass
+    # The pause counts as a few steps, of which the 7 short rows get one each.
+    for _ in range(40):
+        next_step()
+    assert sum(next_step() for _ in range(20)) > usual / 2
