@@ -33,6 +33,7 @@ from rich.progress import (
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
 from launch.hosts.host import Host, join
 from launch.hosts.place import define_place_flags, find_place
+from launch.process.ending import end_output
 from launch.process.streams import drop_output, flush_output, prepare_streams, tell
 from runtime import InputError
 
@@ -126,7 +127,7 @@ def run_launcher(
     except Exception as error:
         _end_with(error)
     finally:
-        flush_output()
+        end_output()
         _host = Host()
 
 

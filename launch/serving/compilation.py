@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from launch.hosts.faults import host_name
+from launch.process.ending import end_at_once_if
 from runtime import BackgroundCompiler, Executor, Programs, Scheduler
 
 # The programs that one host has compiled, in order: a fingerprint for each, or None if compilation failed.
@@ -139,8 +140,12 @@ class Compilation:
             scheduler.restrict(pool, buckets)
 
     def stop(self, timeout: float) -> None:
-        """Start no further compilation, and wait up to ``timeout`` seconds for the current one."""
+        """Start no further compilation, and wait up to ``timeout`` seconds for the current one.
+
+        If it takes longer, the process does not wait for it when the command ends.
+        """
         self._compiler.stop(timeout)
+        end_at_once_if(lambda: self._compiler.running)
 
 
 def _listing(times: Sequence[tuple[str, float]]) -> str:

@@ -55,8 +55,13 @@ class BackgroundCompiler:
         self._tasks.put((name, task, finished))
         return finished
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread has not ended yet. It cannot be ended while a task is in C++ code."""
+        return self._thread.is_alive()
+
     def stop(self, timeout: float) -> None:
-        """Start no more tasks, and wait up to ``timeout`` seconds for the current one."""
+        """Start no more tasks, and wait up to ``timeout`` seconds for the current one; see :attr:`running`."""
         self._stopped.set()
         self._tasks.put(None)
         self._thread.join(timeout)

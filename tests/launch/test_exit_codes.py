@@ -165,6 +165,43 @@ def test_standard_streams_that_are_closed_or_full(redirected: str, work: str, ex
     assert subprocess.run(command, capture_output=True, env=env, check=False, timeout=120).returncode == expected
 
 
+STILL_COMPILING = """
+import atexit, sys, threading
+from launch.process.startup import run_launcher
+from launch.serving.compilation import Compilation
+from runtime import Bucket, Programs
+class Devices:
+    later, cached_programs, pools = [], 0, []
+    def compile(self, programs):
+        started.set()
+        threading.Event().wait()
+class Finalized:
+    def __del__(self):
+        print("finalized", flush=True)
+started, held = threading.Event(), Finalized()
+def main(values):
+    atexit.register(print, "cleaned up")
+    compilation = Compilation(Devices())
+    compilation.begin(Programs(0, Bucket(1, 64)))
+    started.wait()
+    print("result")
+    try:
+        {work}
+    finally:
+        compilation.stop(0.01)
+run_launcher(main, lambda values: None, "help", ["x"])
+"""
+
+
+@pytest.mark.parametrize(("work", "expected"), [("pass", 0), ("sys.exit(42)", 42), ("1 / 0", 42)])
+def test_a_compiler_that_does_not_end(work: str, expected: int) -> None:
+    """Python is not finalized, because C++ code aborts the process when it returns to a thread of Python after that."""
+    code = STILL_COMPILING.format(work=work)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (expected, "result\ncleaned up\n")
+    assert ("ZeroDivisionError" in done.stderr) == (work == "1 / 0")
+
+
 def test_a_table_that_nobody_reads() -> None:
     """As everywhere else, it is no error that the reader of a pipe has gone."""
     command = f"{sys.executable} -m launch.main models | true; exit ${{PIPESTATUS[0]}}"
