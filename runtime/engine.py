@@ -242,7 +242,8 @@ class Engine(TokenEngine):
 
         A text is scored against its own tokens. Token ids ``[B, S]`` need ``targets`` ``[B, S]``, the token to score at
         each position; ``attention_mask`` is 0 for padding on the left. ``temperature`` divides the logits; ``width``
-        and ``batch`` fix the padded length and the number of rows per pass, so that one program serves every call.
+        and ``batch`` fix the padded length and the rows per pass, so that one program serves every call. The first
+        token of an autoregressive row, which nothing predicts, has 0.
         """
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):

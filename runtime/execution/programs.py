@@ -305,8 +305,11 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
     """Lower scoring: tokens ``[B, S]``, targets ``[B, S]``, lengths ``[B]`` -> log-probabilities float32 ``[B, S]``.
 
     The head runs on ``chunk`` positions of each row at a time. A target is scored with the output that predicts its
-    position. The result is replicated, and not finite where the logits are not.
+    position. Nothing predicts the first token of an autoregressive row, whose score is 0. The result is replicated, and
+    not finite where the logits are not.
     """
+    family = forward.config.family
+    unpredicted = family.prediction_offset if family.objective == "autoregressive" else 0
 
     def score(weights: Weights, tokens: Array, targets: Array, lengths: Array, temperature: Array) -> Array:
         hidden = hidden_states(forward, weights, tokens, lengths)
@@ -314,11 +317,11 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
 
         def body(start: Array) -> Array:
             positions = start + jnp.arange(chunk)
-            outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
+            outputs = jnp.maximum(positions - family.prediction_offset, 0)
             logits = project_logits(forward, weights, hidden[:, outputs])
             logits = mark_non_finite(logits, forward.config.vocab_size)
             wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk, axis=1)
-            return log_probabilities(logits / temperature, wanted)
+            return jnp.where(positions < unpredicted, 0.0, log_probabilities(logits / temperature, wanted))
 
         pieces = jax.lax.map(body, starts)
         return jnp.moveaxis(pieces, 0, 1).reshape(tokens.shape)

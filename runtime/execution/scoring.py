@@ -110,7 +110,8 @@ def score_rows(
 ) -> np.ndarray:
     """Compute log-probabilities float32 ``[B, S]`` of ``targets``, zero at padding.
 
-    Each target is scored with the output that predicts its position. Log-probabilities are not finite where the model's
+    Each target is scored with the output that predicts its position. Nothing predicts the first token of an
+    autoregressive row: its score is 0. Log-probabilities are not finite where the model's
     logits are not; :func:`check_scores` makes this an error.
 
     Args:

@@ -36,6 +36,16 @@ def test_logits_of_padded_rows_equal_the_rows_alone(mesh: str) -> None:
     assert np.abs(golden_cases.engine().logits(ids) - found)[1, -1].max() > 1e-3, "padding would be seen if attended"
 
 
+@pytest.mark.parametrize("mesh", ["tensor=1", "data=2,sequence=2,tensor=2"])
+def test_nothing_predicts_the_first_token_of_an_autoregressive_row(mesh: str) -> None:
+    engine = golden_cases.engine(mesh, golden_cases.FOLDER.parent / "qwen3_tiny")
+    ids, mask = [[5, 9, 3, 7], [0, 8, 9, 3]], [[1, 1, 1, 1], [0, 1, 1, 1]]
+    found = engine.score(ids, ids, mask)
+    assert found[0, 0] == found[1, 0] == found[1, 1] == 0
+    sums = [value for value, _ in engine.log_likelihoods([([5], [9, 3, 7]), ([8], [9, 3])])]
+    np.testing.assert_allclose(found.sum(axis=1), sums, rtol=1e-5)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_scores_are_the_log_probabilities_of_the_shifted_logits(mesh: str) -> None:
     ids, mask = rows()
