@@ -6,6 +6,7 @@ a different run is refused. At the end sorted.jsonl holds the results in the ord
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from runtime import InputError, lock, parse_json_object, replace_file
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
 SAMPLES = "samples.jsonl"  # for EvalPlus
+_OWN = (RUN, RESULTS, ERRORS, SORTED, SAMPLES, LOCK)
 _MAX_RUN_BYTES = 1 << 20
 
 
@@ -139,6 +141,12 @@ class BatchFolder:
             if not path.exists():
                 if any(os.fstat(handle).st_size for handle in self._files.values()):
                     raise InputError(f"{self.path}: there are results but no {RUN}; name another --output_dir")
+                for name in (SORTED, SAMPLES):
+                    if os.path.lexists(self.path / name):
+                        raise InputError(
+                            f"{self.path / name}: no batch wrote this file, because there is no {RUN}, and this one "
+                            "would replace it; name another --output_dir"
+                        )
                 return
             if path.stat().st_size > _MAX_RUN_BYTES:
                 raise ValueError("too large")
@@ -267,6 +275,15 @@ class BatchFolder:
             replace_file(path, lines)
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def own_file(folder: Path, path: Path) -> str | None:
+    """Return the name of the file of a batch's output folder that ``path`` leads to; None if it leads elsewhere."""
+    for name in _OWN:
+        with contextlib.suppress(OSError):  # one of the two does not exist
+            if (folder / name).samefile(path):
+                return name
+    return None
 
 
 def _end_of_last_line(handle: int, size: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import flags
 
-from launch.batches.folder import SAMPLES
+from launch.batches.folder import SAMPLES, own_file
 from launch.batches.lines import Batch, read_batch
 from launch.flags.decoding import decoding_config, define_request_flags
 from launch.flags.requests import request_defaults
@@ -37,13 +37,18 @@ def check_paths(values: flags.FlagValues) -> None:
     """Check that the input and the output folder are named.
 
     Raises:
-      InputError: one of them is not named, or the output is not a local folder.
+      InputError: one of them is not named, the output is not a local folder, or a batch would write the input.
     """
     for name in ("input", "output_dir"):
         if not values[name].value:
             raise InputError(f"--{name} is missing; see --help")
     if "://" in values.output_dir:
         raise InputError(f"--output_dir={values.output_dir}: expected a local folder on host 0")
+    if (own := own_file(Path(values.output_dir), Path(values.input))) is not None:
+        raise InputError(
+            f"--input={values.input}: this is {own} of --output_dir={values.output_dir}, which a batch writes; name "
+            "another output folder"
+        )
 
 
 def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> tuple[Batch, Defaults]:

@@ -22,7 +22,7 @@ from checkpoints import DEMO, CheckpointError, open_folder
 from launch.batches import folder as batch_folder
 from launch.batches import lines as batch_lines
 from launch.batches.collector import paused_collector
-from launch.batches.folder import ERRORS, LOCK, RESULTS, BatchFolder
+from launch.batches.folder import ERRORS, LOCK, RESULTS, RUN, SAMPLES, SORTED, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
 from launch.batches.records import Key, as_bits, of_bits
 from launch.openai.bodies import Defaults, read_asked
@@ -30,6 +30,8 @@ from runtime import DiffusionConfig, encode_prompts, lock, parse_config
 from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from runtime.text.tokenizer import TextTokenizer
 from sharding.errors import InputError
+from tests.launch.mistakes import refusal
+from tests.launch.small_batches import launch
 from tests.runtime.text.test_chat_template import ENDLESS, Impatient
 
 
@@ -357,7 +359,7 @@ def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
             held.close()
 
 
-@pytest.mark.parametrize("name", [RESULTS, ERRORS])
+@pytest.mark.parametrize("name", [RESULTS, ERRORS, SORTED, SAMPLES])
 def test_files_of_another_program_are_left_as_they_are(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b'{"a": 1}\n{"a": 2}')
     held = BatchFolder(tmp_path)
@@ -365,6 +367,25 @@ def test_files_of_another_program_are_left_as_they_are(name: str, tmp_path: Path
         held.check({})
     held.close()
     assert (tmp_path / name).read_bytes() == b'{"a": 1}\n{"a": 2}'
+
+
+@pytest.mark.parametrize("name", [RUN, RESULTS, ERRORS, SORTED, SAMPLES, LOCK])
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_input_that_the_batch_would_write(
+    name: str, begun: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, link = tmp_path / "out", tmp_path / "in.jsonl"
+    output.mkdir()
+    if begun:
+        (output / RUN).write_text("{}")
+    (output / name).write_bytes(line("a"))
+    link.symlink_to(output / name)
+    for source in (output / name, link):
+        before = sorted(output.iterdir())
+        said = refusal(capsys, lambda source=source: launch(source, output, ""))
+        assert f"--input={source}: this is {name} of --output_dir={output}" in said
+        assert sorted(output.iterdir()) == before
+        assert (output / name).read_bytes() == line("a")
 
 
 def test_hosts_share_what_is_done_in_a_short_message() -> None:
