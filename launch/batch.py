@@ -23,10 +23,10 @@ from pathlib import Path
 from absl import flags
 
 from launch.batches.facts import run_facts
-from launch.batches.folder import ERRORS, RESULTS, SAMPLES, SORTED, BatchFolder
+from launch.batches.folder import ERRORS, BatchFolder
 from launch.batches.generation import complete
-from launch.batches.lines import Batch
-from launch.batches.records import Key, as_bits, error_record, evalplus_records, keys, of_bits
+from launch.batches.publication import publish
+from launch.batches.records import Key, as_bits, error_record, keys, of_bits
 from launch.flags.batch import check_paths, define_batch_flags, read_input
 from launch.flags.decoding import define_decoding_flags, describe, notices
 from launch.flags.model import (
@@ -115,8 +115,7 @@ def main(values: flags.FlagValues) -> None:
                 say(f"{missing} of {len(order)} results are missing; run the same command again to continue")
                 this_host().finish()
                 sys.exit(EXIT_RESTART)
-        if output is not None:
-            publish(output, [key for key in order if key not in failed], batch, values)
+        publish(output, [key for key in order if key not in failed], batch, values.format == "evalplus")
         if failed:
             reasons = "; ".join(sorted(set(failed.values())))
             say(f"error: {len(failed)} of {len(order)} results could not be computed: {reasons}; see {ERRORS}")
@@ -127,18 +126,6 @@ def main(values: flags.FlagValues) -> None:
 def _output_folder(values: flags.FlagValues) -> AbstractContextManager[BatchFolder | None]:
     """Open the output folder on host 0, None elsewhere. All hosts compute the same rows, and host 0 writes them."""
     return closing(BatchFolder(Path(values.output_dir))) if is_main_process() else nullcontext()
-
-
-def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: flags.FlagValues) -> None:
-    """Write the sorted results, and the samples for EvalPlus, once every result exists."""
-    found = output.sort(order)
-    if values.format == "evalplus":
-        chats = {line.id for line in batch.lines if line.chat}
-        output.write(SAMPLES, [sample for one in found for sample in evalplus_records(one, chats)])
-    say(
-        f"{len(found)} results in {output.path / RESULTS}, in the input's order in {output.path / SORTED}"
-        + (f"; {len(batch.bad)} lines in errors.jsonl" if batch.bad else "")
-    )
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,23 +250,37 @@ class BatchFolder:
                 "the cause and run the same command again"
             ) from error
 
-    def sort(self, order: Sequence[Key]) -> list[dict[str, Any]]:
+    def sort(self, order: Sequence[Key], tick: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
         """Write the results in this order to :data:`SORTED`, and return them.
 
         Their errors of earlier runs, in which they could not be computed, are removed.
+
+        Args:
+          order: the keys of all results.
+          tick: called for each record that is read or written.
+
+        Raises:
+          InputError: a file cannot be read or written.
         """
         lines: dict[Key | None, tuple[bytes, dict[str, Any]]] = {}
         for line, record in self._records(RESULTS):
+            tick()
             lines[key_of(record)] = line, record
         errors = list(self._records(ERRORS))
         if len(kept := [line for line, record in errors if key_of_error(record) not in lines]) < len(errors):
             self._replace(ERRORS, kept)
-        self._replace(SORTED, [lines[key][0] for key in order])
+
+        def in_order() -> Iterator[bytes]:
+            for key in order:
+                tick()
+                yield lines[key][0]
+
+        self._replace(SORTED, in_order())
         return [lines[key][1] for key in order]
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Write a file of records atomically, in addition to the results."""
-        self._replace(name, [as_line(record) for record in records])
+        self._replace(name, map(as_line, records))
 
     def _replace(self, name: str, lines: Iterable[bytes]) -> None:
         self._check_lock()
