@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
-from launch.batches.records import Key, as_line, is_sealed, key_of, key_of_error, sealed
+from launch.batches.records import Key, as_line, is_error, is_sealed, key_of, key_of_error, sealed
 from runtime import InputError, lock, parse_json_object, replace_file
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
@@ -190,13 +190,14 @@ class BatchFolder:
                 yield line, record
 
     def done(self, known: Collection[Key]) -> set[Key]:
-        """Read the keys of the results that exist.
+        """Read the keys of the results that exist, and check the errors.
 
         Args:
           known: the keys of all results that the input asks for.
 
         Raises:
-          InputError: a result was changed since it was written, belongs to no line of the input, or exists twice.
+          InputError: a result was changed since it was written, belongs to no line of the input, or exists twice, or a
+            line of errors.jsonl is no error.
         """
         found: set[Key] = set()
         for number, (line, record) in enumerate(self._records(RESULTS), 1):
@@ -210,7 +211,19 @@ class BatchFolder:
                 why = "appears twice" if key in found else "belongs to no line of the input"
                 raise InputError(f"{self.path / RESULTS}:{number}: a result that {why}; move the file away")
             found.add(key)
+        self._errors = self._read_errors()
         return found
+
+    def _read_errors(self) -> set[bytes]:
+        lines = set()
+        for number, (line, record) in enumerate(self._records(ERRORS), 1):
+            if not is_error(record):
+                raise InputError(
+                    f"{self.path / ERRORS}:{number}: not an error that a batch wrote; remove the line: errors "
+                    "that still apply are written again"
+                )
+            lines.add(line)
+        return lines
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append results. When this returns, they are on disk.
@@ -224,10 +237,10 @@ class BatchFolder:
         """Append the errors that errors.jsonl does not contain yet.
 
         Raises:
-          InputError: as :meth:`append`.
+          InputError: as :meth:`append`, or a line of errors.jsonl is no error.
         """
         if self._errors is None:
-            self._errors = {line for line, _ in self._records(ERRORS)}
+            self._errors = self._read_errors()
         new = {as_line(record): record for record in records}
         added = [record for line, record in new.items() if line not in self._errors]
         self._append(ERRORS, added)

@@ -138,10 +138,18 @@ def failure_record(line: Line, key: Key, code: str, message: str) -> dict[str, A
     return {"id": line.id, "line": line.number, **place, "error": {"code": code, "message": message}}
 
 
+def is_error(record: Mapping[str, Any]) -> bool:
+    """Whether a record of errors.jsonl is one that :func:`error_record` or :func:`failure_record` may have returned."""
+    error, identity, index = record.get("error"), record.get("id"), record.get("index")
+    if not isinstance(error, dict) or not isinstance(error.get("code"), str):
+        return False
+    named = isinstance(identity, str) or (identity is None and error["code"] == _INVALID)
+    return named and (index is None or (isinstance(index, int) and not isinstance(index, bool)))
+
+
 def key_of_error(record: Mapping[str, Any]) -> Key | None:
     """Return the key of the result that :func:`failure_record` is about; None for other records."""
-    error = record.get("error")
-    if not isinstance(error, dict) or error.get("code") == _INVALID:
+    if not is_error(record) or record["error"]["code"] == _INVALID:
         return None
     return record["id"], record.get("index")
 

@@ -1,18 +1,20 @@
-"""The end of a batch on several hosts: those that write nothing wait for host 0, and all make the same progress."""
+"""The end of a batch: hosts that write nothing wait for host 0, all make the same progress, and errors are checked."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.batches import publication
-from launch.batches.folder import SAMPLES, SORTED, BatchFolder
+from launch.batches.folder import ERRORS, RUN, SAMPLES, SORTED, BatchFolder
 from launch.batches.lines import Batch
 from launch.batches.publication import publish
 from launch.batches.records import Key
 from launch.hosts.host import Host
+from sharding.errors import InputError
 
 BATCH = Batch([], [], [], "")
 
@@ -58,3 +60,35 @@ def test_other_hosts_wait_for_host_0(tmp_path: Path, monkeypatch: pytest.MonkeyP
     publish(None, [], BATCH, evalplus=True)
     assert host.said == [(False, set())] * 3
     assert host.marks == 3
+
+
+FAILED = {"id": "a", "line": 1, "index": 0, "error": {"code": "non_finite_logits", "message": ""}}
+INVALID = {"id": None, "line": 2, "error": {"code": "invalid_request", "message": ""}}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {name: value for name, value in FAILED.items() if name != "id"},
+        FAILED | {"id": None},
+        FAILED | {"id": ["a"]},
+        FAILED | {"index": {}},
+        FAILED | {"index": True},
+        FAILED | {"error": "text"},
+        FAILED | {"error": {"code": []}},
+        INVALID | {"id": 5},
+        [],
+    ],
+)
+def test_a_line_that_is_no_error_is_refused_before_a_run_and_kept_after_it(record: Any, tmp_path: Path) -> None:
+    lines = [json.dumps(one) for one in (INVALID, FAILED, record)]
+    (tmp_path / RUN).write_text("{}")
+    (tmp_path / ERRORS).write_text("".join(f"{line}\n" for line in lines))
+    output = BatchFolder(tmp_path)
+    for check in (lambda: output.done(set()), lambda: output.add_errors([])):
+        with pytest.raises(InputError, match=r"errors.jsonl:3: not an error that a batch wrote; remove the line"):
+            check()
+    output.append([{"id": "a", "index": 0}])
+    output.sort([("a", 0)])
+    output.close()
+    assert (tmp_path / ERRORS).read_text().splitlines() == [lines[0], lines[2]]
