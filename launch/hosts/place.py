@@ -88,7 +88,10 @@ def define_place_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_list(
-        "local_device_ids", None, "Ids of the devices that this process uses. Default: all.", flag_values=values
+        "local_device_ids",
+        None,
+        "In a run of several processes: ids of the devices that this one uses. Default: all.",
+        flag_values=values,
     )
 
     def seconds(name: str, default: int, text: str) -> None:
@@ -116,7 +119,7 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
     """
     around = os.environ if environment is None else environment
     if values.num_processes == 1:
-        return Place(0, 1)
+        return _alone(values)
     given = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
     absent = [name for name, value in given.items() if value is None]
     if not absent:
@@ -126,13 +129,13 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
     else:
         detected = _from_variables(around) or _from_jax(values)
         if detected is None:
-            return Place(0, 1)
+            return _alone(values)
         found = detected
     host, hosts, address, where = found
     if not 1 <= hosts <= MAX_HOSTS or not 0 <= host < hosts:
         raise InputError(f"{where}: host {host} of {hosts}; expected an index from 0 and at most {MAX_HOSTS} hosts")
     if hosts == 1:
-        return Place(0, 1)
+        return _alone(values)
     name, port = _split_address(address, values.coordinator_port, where)
     if values.control_port == port:
         raise InputError(f"--control_port={port} is the coordinator's port ({where}); name another one")
@@ -144,6 +147,16 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
         bind=values.coordinator_bind_address or ("127.0.0.1" if _LOOPBACK.fullmatch(name) else "[::]"),
         local_devices=_local_devices(values.local_device_ids, around),
     )
+
+
+def _alone(values: flags.FlagValues) -> Place:
+    """Return the place of a run's only process, which uses all devices that it sees."""
+    if values.local_device_ids:
+        raise InputError(
+            f"--local_device_ids={','.join(values.local_device_ids)}: only for runs of several processes; to use only "
+            "some of this machine's devices, set CUDA_VISIBLE_DEVICES or TPU_VISIBLE_CHIPS"
+        )
+    return Place(0, 1)
 
 
 _Found = tuple[int, int, str, str]

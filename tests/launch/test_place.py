@@ -141,6 +141,10 @@ def test_a_tpu_slice_as_jax_detects_it(monkeypatch: pytest.MonkeyPatch, slices: 
         ),
         (JAX, ["--local_device_ids=0,0"], "different numbers"),
         (JAX, ["--local_device_ids=a"], "different numbers"),
+        ({}, ["--local_device_ids=abc"], "--local_device_ids=abc: only for runs of several processes"),
+        ({}, ["--local_device_ids=0,1"], "CUDA_VISIBLE_DEVICES"),
+        (JAX, ["--local_device_ids=0", "--num_processes=1"], "only for runs of several processes"),
+        (JAX | {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "1"}, ["--local_device_ids=0"], "only for runs of several"),
     ],
 )
 def test_what_makes_no_sense(environment: dict[str, str], arguments: list[str], says: str) -> None:
