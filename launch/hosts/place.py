@@ -17,6 +17,8 @@ MAX_HOSTS = 1 << 14
 DEFAULT_PORT = 8476
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])")
 
+# Variable in which Open MPI tells a process where it was started.
+_OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
 # Variables with the index of a process on its machine and the number of processes there.
 _LOCAL_RANKS = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
@@ -206,7 +208,7 @@ def _from_jax(values: flags.FlagValues) -> _Found | None:
     simulated = ("devices" in values and values.devices is not None) or os.environ.get("JAX_PLATFORMS") == "cpu"
     if simulated and _on_tpu_vm():
         return None  # the other hosts of the pod do not simulate devices
-    managed = _on_tpu_vm() or {"OMPI_MCA_orte_hnp_uri", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX"} & os.environ.keys()
+    managed = _on_tpu_vm() or {_OPEN_MPI, "SLURM_JOB_ID", "JOB_COMPLETION_INDEX"} & os.environ.keys()
     if "KUBERNETES_SERVICE_HOST" in os.environ and not managed:
         return None  # without an indexed job a pod has no index; JAX would ask Kubernetes for one and fail
     try:
@@ -215,6 +217,15 @@ def _from_jax(values: flags.FlagValues) -> _Found | None:
         )
     except (KeyError, ValueError) as error:
         raise InputError(f"JAX cannot read the cluster's environment variables: {error!r}") from error
+    except RuntimeError as error:
+        # JAX raises this also if a service does not answer, which is no user's mistake.
+        uri = os.environ.get(_OPEN_MPI)
+        if uri is None or re.search("tcp6?://", uri):
+            raise
+        raise InputError(
+            f"{_OPEN_MPI}={uri[:80]!r} in the environment: expected an address, as in 4096.0;tcp://10.0.0.1:34911; "
+            "correct or unset it, or give --coordinator_address, --num_processes and --process_id"
+        ) from error
     if address is None or hosts is None or host is None:
         return None
     return host, hosts, address, "JAX's cluster detection"

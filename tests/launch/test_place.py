@@ -94,6 +94,28 @@ def test_open_mpi_as_jax_detects_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.host, found.hosts, found.coordinator_host) == (3, 4, "10.96.0.1")
 
 
+def test_open_mpi_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;usock")
+    for name, value in {"SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(InputError, match=r"OMPI_MCA_orte_hnp_uri='1531576320.0;usock' in the environment: expected"):
+        place({})
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import clusters
+
+    def silent(*arguments: object) -> None:
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(clusters.ClusterEnv, "auto_detect_unset_distributed_params", silent)
+    for uri in (None, "4096.0;tcp6://[fe80::1]:43370"):
+        if uri is not None:
+            monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", uri)
+        with pytest.raises(RuntimeError, match="no answer"):
+            place({})
+
+
 def test_a_pod_of_no_indexed_job_is_alone(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     assert place({}).hosts == 1
