@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
-from types import FrameType
+import traceback
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART
@@ -61,11 +63,34 @@ def run() -> None:
         before = signal.getsignal(signal.SIGINT)
         if before == signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupted)
-        launcher = importlib.import_module(f"launch.{command}")
+        launcher = _imported(command)
         signal.signal(signal.SIGINT, before)
         launcher.run([f"diffumesh {command}", *sys.argv[2:]])
     else:
         fail(f'there is no command "{command}"\n\n{usage()}')
+
+
+def _imported(command: str) -> ModuleType:
+    """Import the module of a command. Exits with 2 if JAX refuses a variable of the environment."""
+    try:
+        return importlib.import_module(f"launch.{command}")
+    except ValueError as error:
+        if (message := _refused_setting(error)) is None:
+            raise
+        fail(message)
+
+
+def _refused_setting(error: ValueError) -> str | None:
+    """Return the message for a variable that JAX refused while it was imported; None for other errors."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames[-1].f_globals.get("__name__") != "jax._src.config":
+        return None
+    # JAX names some variables in lower case, as its settings.
+    named = [name.upper() for name in re.findall(r"\bjax_\w+", str(error), re.IGNORECASE)]
+    given = [f"{name}={os.environ[name][:80]!r}" for name in named if name in os.environ]
+    if not given:
+        return f"JAX does not take the value of a variable in the environment: {error}"
+    return f"{', '.join(given)} in the environment: JAX does not take this value; correct or unset it"
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:

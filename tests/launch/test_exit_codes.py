@@ -116,6 +116,18 @@ def test_jit_that_is_disabled() -> None:
     assert done.stderr.startswith("error: JAX_DISABLE_JIT is set")
 
 
+@pytest.mark.parametrize("setting", ["JAX_DISABLE_JIT=maybe", "JAX_NUM_CPU_DEVICES=two"])
+def test_variables_that_jax_does_not_take(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    command = [sys.executable, "-m", "launch.main", "generate", "--prompt=x"]
+    env = os.environ | {name: value}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {name}={value!r} in the environment: JAX does not take this value; correct or unset it\n"
+    )
+
+
 PRINTS = """
 from launch.process.startup import run_launcher
 run_launcher(lambda values: print("result" * {count}), lambda values: None, "help", {arguments})
