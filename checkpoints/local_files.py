@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _ABANDONED_SECONDS = 24 * 3600.0
+_LONGEST_START = 200  # bytes; file systems take names of 255
 
 
 def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
@@ -32,7 +33,9 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """
     # In the same folder, because a file is renamed in one step only within a file system; opened as new, so that two
     # writers cannot share it.
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    # Its name must not be too long where that of the file is not.
+    start = path.name.encode(errors="ignore")[:_LONGEST_START].decode(errors="ignore")
+    partial = path.with_name(f".{start}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:
             file.writelines(parts)

@@ -48,6 +48,12 @@ def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "replaced").stat().st_mode == (tmp_path / "written").stat().st_mode
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "a" + "é" * 120, "x\udcff"])
+def test_a_file_with_any_name_that_the_file_system_takes(name: str, tmp_path: Path) -> None:
+    replace_file(tmp_path / name, [b"text"])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_one_holder_of_a_lock(tmp_path: Path) -> None:
     first, second = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
     assert lock(first)
