@@ -23,8 +23,8 @@ from launch.flags.workload import define_workload_flags, read_workload
 from launch.plans.plot import check_plot, plot_plans
 from launch.plans.search import plan_topology
 from launch.plans.table import describe_plans, print_plans
+from launch.process.destinations import check_folder
 from launch.process.path_flags import define_path
-from launch.process.profiling import check_folder
 from launch.process.real_flags import define_real
 from launch.process.startup import compile_only, run_launcher
 from runtime import InputError, MeshError

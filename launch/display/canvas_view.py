@@ -16,7 +16,8 @@ from absl import flags
 
 from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.display.watch import CanvasWatcher, TokenKind
-from launch.process.startup import Report, check_writable, is_main_process, progress_bar
+from launch.process.destinations import check_writable
+from launch.process.startup import Report, is_main_process, progress_bar
 from runtime import (
     Completion,
     DiffusionConfig,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.plans.topology_plan import TopologyPlan
-from launch.process.startup import check_writable
+from launch.process.destinations import check_writable
 from runtime import InputError
 from runtime.planner import Estimate, Workload
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 from absl import flags
 
+from launch.process.destinations import check_folder
 from launch.process.path_flags import define_path
 from launch.process.startup import is_main_process
-from runtime import InputError, replace_file
+from runtime import replace_file
 
 
 def define_profiling_flags(values: flags.FlagValues) -> None:
@@ -23,7 +23,7 @@ def define_profiling_flags(values: flags.FlagValues) -> None:
 
 
 def check_profiling(values: flags.FlagValues) -> None:
-    """Check the folders that the flags name. Commands call this before they use a device.
+    """Create the folders that the flags name, and check them. Commands call this before they use a device.
 
     Raises:
       InputError: a folder cannot be created or written.
@@ -32,27 +32,6 @@ def check_profiling(values: flags.FlagValues) -> None:
         # Every host writes its own trace, and host 0 alone writes programs.
         if values[name].value is not None and (name == "profile_dir" or is_main_process()):
             check_folder(name, values[name].value)
-
-
-def check_folder(name: str, path: str) -> None:
-    """Check that a folder exists or can be created, and that files can be written into it.
-
-    Args:
-      name: name of the flag.
-      path: the folder.
-
-    Raises:
-      InputError: the folder cannot be used.
-    """
-    if not path:
-        raise InputError(f"--{name} is empty; name a folder")
-    folder = Path(path).resolve()
-    if not folder.parent.is_dir():
-        raise InputError(f"--{name}={path}: there is no such folder")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--{name}={path}: that is a file; name a folder")
-    if not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--{name}={path}: permission denied: this user cannot write there")
 
 
 def given_profiling(values: flags.FlagValues) -> list[str]:

@@ -344,22 +344,6 @@ def _private_folder(path: str) -> Path | None:
     return folder
 
 
-def check_writable(flag: str, path: str) -> None:
-    """Check, before anything is computed, that a file can be written.
-
-    Raises:
-      InputError: the path is a folder, its parent does not exist, or this user cannot write there.
-    """
-    file = Path(path).resolve()
-    if file.is_dir():
-        raise InputError(f"--{flag}={path}: that is a folder; name a file")
-    if not file.parent.is_dir():
-        raise InputError(f"--{flag}={path}: there is no such folder")
-    # A file is replaced atomically, so its folder must be writable too.
-    if not os.access(file.parent, os.W_OK | os.X_OK) or (file.exists() and not os.access(file, os.W_OK)):
-        raise InputError(f"--{flag}={path}: permission denied: this user cannot write there")
-
-
 def is_main_process() -> bool:
     """Whether this process is on host 0, which prints."""
     return _host.process_index == 0
