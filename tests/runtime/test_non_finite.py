@@ -180,11 +180,16 @@ def test_observers_and_scores_name_the_row(tmp_path: Path) -> None:
             with pytest.raises(NonFiniteError) as failed:
                 call()
             assert failed.value.rows == [1]
-        with pytest.raises(NonFiniteError):
+        with pytest.raises(NonFiniteError) as failed:
             own.estimate_log_likelihoods([([8], [7, 6]), ([TOKEN], [6, 7])], samples=2)
+        assert failed.value.rows == [1]
     other = engine("qwen3_tiny")
-    with damaged(other, write("qwen3_tiny", tmp_path / "causal", POISON)), pytest.raises(NonFiniteError) as failed:
-        other.log_likelihoods([([8], [7, 6]), ([TOKEN], [6, 7])])
+    with damaged(other, write("qwen3_tiny", tmp_path / "causal", POISON)):
+        # The last pair fails as it is scored, because greedy decoding of its context does not read the damaged token.
+        for pair in (([TOKEN], [6, 7]), ([8], [TOKEN, 6])):
+            with pytest.raises(NonFiniteError) as failed:
+                other.log_likelihoods([([8, 9, 5], [7, 6]), pair])
+            assert failed.value.rows == [1]
 
 
 def test_a_hook_may_forbid_tokens_but_not_all() -> None:
