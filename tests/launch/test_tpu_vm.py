@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,13 +99,19 @@ def test_tpu_vm_wrapper_gives_all_hosts_one_secret(slice_of_two: dict[str, str],
     (tmp_path / "bin" / "python3").chmod(0o755)
     program = home / "diffumesh" / "bin" / "diffumesh"
     program.write_text('#!/bin/sh\ncat "$DIFFUMESH_HOSTS_SECRET_FILE"; echo\n')
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    slice_of_two["TMPDIR"] = str(temporary)
     assert tpu_vm(slice_of_two, "setup", str(wheel)).returncode == 0
     made = home / "diffumesh-hosts.secret"
     assert re.fullmatch(r"[0-9a-f]{64}", made.read_text())
     assert made.stat().st_mode & 0o777 == 0o600
     assert tpu_vm(slice_of_two, "run", "doctor").stdout.split() == [made.read_text()] * 2
     assert tpu_vm(slice_of_two, "setup", str(wheel)).returncode == 0
-    assert not list(tmp_path.glob("tmp.*")), "no copy is left"
+    calls = [call for call in (tmp_path / "calls").read_text().splitlines() if call.split()[3] == "scp"]
+    copied = [word for call in calls for word in shlex.split(call) if word.startswith(f"{temporary}/")]
+    assert len(copied) == 2, "each setup copies a secret from a temporary folder"
+    assert not list(temporary.iterdir()), "no copy is left"
 
 
 def test_tpu_vm_wrapper_hands_on_the_worst_code_and_restarts(slice_of_two: dict[str, str], tmp_path: Path) -> None:
