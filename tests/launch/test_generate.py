@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -101,6 +102,9 @@ def test_standard_input_and_files(
     launch(f"--prompt_file={tmp_path / 'prompt.py'}")
     from_file = capsys.readouterr().out
     launch(f"--prompt={PROMPT}")
+    assert capsys.readouterr().out == from_file
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode("utf-8-sig"))))
+    launch()
     assert capsys.readouterr().out == from_file
 
 
