@@ -28,6 +28,7 @@ from runtime import CompletionBuilder, TextTokenizer, row_seeds
 from runtime.execution import generation
 from tests import golden_cases
 from tests.launch.mistakes import refusal
+from tests.launch.test_history_html import embedded
 
 PROMPT = "def add(a, b):\n"
 QUICK = ["--mesh=data=1", "--max_new_tokens=8"]
@@ -159,12 +160,14 @@ def test_chat_template(capsys: pytest.CaptureFixture[str], folder: Path) -> None
 
 def test_history_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "history.html"
-    launch(f"--prompt={PROMPT}", f"--history_html={page}")
-    assert "add" in page.read_text(encoding="utf-8")
     # Seven blocks of eight steps are six steps more than --steps.
-    more = ["--max_new_tokens=50", "--steps=50", "--block_length=8"]
-    launch(f"--prompt={PROMPT}", f"--history_html={page}", *more)
-    assert "add" in page.read_text(encoding="utf-8")
+    blocks = ["--max_new_tokens=50", "--steps=50", "--block_length=8", "--noearly_stop"]
+    for more, steps in (([], 8), (blocks, 56)):
+        launch(f"--prompt={PROMPT}", f"--history_html={page}", *more)
+        (row,) = embedded(page.read_text(encoding="utf-8"))["rows"]
+        assert (row["title"], row["steps"]) == (PROMPT.strip(), steps)
+        assert "".join(text for text, _, end in row["tokens"] if not end) + "\n" == capsys.readouterr().out
+        assert "".join(text for text, step, _ in row["tokens"] if step == -1) == PROMPT
 
 
 def test_explain_counts_what_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
