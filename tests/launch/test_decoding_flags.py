@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from checkpoints import DEMO, open_folder
@@ -160,9 +161,18 @@ def test_an_early_end_from_the_command_line(gpt2: Path, tmp_path: Path, capsys: 
     assert few["tokens"] == len(stopped["tokens"])
 
 
-def test_quantized_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantized_from_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Engine] = []
+    load = Engine.load
+
+    def noted(*arguments: Any, **options: Any) -> Engine:
+        loaded.append(load(*arguments, **options))
+        return loaded[-1]
+
+    monkeypatch.setattr(Engine, "load", noted)
     launch(f"--prompt={PROMPT}", "--quantize=int8", "--kv_cache=int8", "--cache=dual", "--block_length=4", "--json")
     assert len(lines_of(capsys)) == 1
+    assert [(one.layout.quantization, one.runner.cache_dtype) for one in loaded] == [("int8", np.int8)]
     assert "--quantize" in fails(capsys, f"--prompt={PROMPT}", "--quantize=int3")
 
 
