@@ -116,7 +116,7 @@ def test_hosts_agree_on_a_program_before_it_is_compiled() -> None:
     assert host.marks == 3
     again = Pair(None)
     run_program(again)
-    assert again.said == host.said, "the digest of a program is the same in every process"
+    assert again.said == host.said, "the digest of a program does not change when it is lowered again"
 
 
 def test_a_different_program_never_runs() -> None:
