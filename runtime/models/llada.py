@@ -126,6 +126,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     common = {key: value for key, value in raw.items() if key not in _NAMES.values()}
     common |= {common_name: raw[own] for own, common_name in _NAMES.items() if raw.get(own) is not None}
     common.setdefault("num_key_value_heads", common.get("num_attention_heads"))
+    common.setdefault("rms_norm_eps", 1e-5)  # the default of LLaDA's own configuration
     renamed = _NAMES
     # The embedding and the head have embedding_size rows; vocab_size is the size of the tokenizer's vocabulary.
     if raw.get("embedding_size") is not None:

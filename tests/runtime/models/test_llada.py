@@ -219,6 +219,13 @@ def test_what_the_forward_pass_does_not_have_is_refused(change: dict[str, Any], 
         parse_config({**PRESETS["llada-8b"], **change})
 
 
+def test_an_absent_norm_epsilon_is_that_of_the_original_code() -> None:
+    """Other families have 1e-6, and a wrong one changes tokens without an error."""
+    assert parse_config({**PRESETS["llada-8b"], "rms_norm_eps": 1e-4}).norm_eps == 1e-4
+    raw = {key: value for key, value in PRESETS["llada-8b"].items() if key != "rms_norm_eps"}
+    assert parse_config(raw).norm_eps == 1e-5
+
+
 def test_requests_of_another_family_are_refused() -> None:
     ids, mask = prompts()
     with pytest.raises(
