@@ -2,14 +2,16 @@
 
 On a disk, a conversion writes into a folder of another name, which is exchanged with the old checkpoint when it is
 complete: a reader finds the old or the new one at any moment. On systems that cannot exchange names, there is neither
-for a moment between two renames. An object store cannot rename: there the manifest, written last, completes the
-checkpoint, and the manifest of the old one is deleted first. A marker file distinguishes an unfinished conversion,
-which may be cleaned up; on a disk, a running conversion holds a lock on it.
+for a moment between two renames. If files that no checkpoint has appear in the old one meanwhile, both are kept. An
+object store cannot rename: there the manifest, written last, completes the checkpoint, and the manifest of the old one
+is deleted first. A marker file distinguishes an unfinished conversion, which may be cleaned up; on a disk, a running
+conversion holds a lock on it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -37,6 +39,8 @@ from checkpoints.storage import Storage
 
 # Marks an unfinished conversion, and contains a text that identifies it.
 MARK_FILE = "diffumesh.converting"
+# Names of checkpoints that are kept because files appeared in the old one; no conversion removes them.
+_NEW_SUFFIX, _OLD_SUFFIX = ".diffumesh-new", ".diffumesh-old"
 # Other names of the schemes of object stores, with which fsspec reads.
 _SAME_SCHEMES = {"gcs": "gs", "s3a": "s3"}
 # Files that a conversion writes beside those of a model folder.
@@ -176,25 +180,58 @@ class FolderOutput:
         """Flush the checkpoint to the disk and give it its name, replacing the old one.
 
         Raises:
-          CheckpointError: it cannot be renamed; or it is in place, but the old one cannot be deleted.
+          CheckpointError: it cannot be renamed; it is complete beside the old one, which has files now that no
+            checkpoint has; or it is in place, but the old one cannot be deleted, or has such files and is kept. The
+            message says where they are.
         """
         with self._writing():
             _sync_all(self.staging)
+            self._check_old()
             replaced = self._give_name()
             sync(self.path.parent)
+        changed: CheckpointError | None = None
+        kept = self._free_name(_OLD_SUFFIX)
         with self._removing_the_old():
             if replaced is not None:
+                changed = _change_of(replaced, self.place)
                 # Renamed first, so that a partly deleted checkpoint is never restored; and while the marker is
                 # locked, so that the name that becomes free is not yet another conversion's.
-                replaced.rename(self._removing)
+                replaced.rename(kept if changed else self._removing)
         with self._writing():
             # Only now: under the other name, a folder without a marker may be removed by another conversion.
             (self.path / MARK_FILE).unlink()
             sync(self.path)
             sync(self.path.parent)
+        if changed is not None:
+            raise CheckpointError(
+                f"{self.path} is written, but the old checkpoint has changed and is kept as {kept} ({changed})"
+            ) from changed
         with self._removing_the_old():
             if replaced is not None:
                 shutil.rmtree(self._removing)
+
+    def _check_old(self) -> None:
+        """Check the folder to replace once more: a conversion takes minutes, in which files may appear there.
+
+        Raises:
+          CheckpointError: it has files that no checkpoint has. The new checkpoint is complete, under a free name.
+        """
+        if not self._replaces or self.path.is_symlink() or not self.path.is_dir():
+            return
+        changed = _change_of(self.path, self.place)
+        if changed is not None:
+            free = self._free_name(_NEW_SUFFIX)
+            self.staging.rename(free)  # under its own name, the next conversion would remove it
+            (free / MARK_FILE).unlink()
+            sync(free)
+            sync(free.parent)
+            raise CheckpointError(f"{changed}. The new checkpoint is complete and is kept as {free}") from changed
+
+    def _free_name(self, suffix: str) -> Path:
+        """Return the first name of this folder and a suffix that nothing has."""
+        numbered = (f"{suffix}-{number}" for number in itertools.count(2))
+        places = (self.path.with_name(self.path.name + end) for end in itertools.chain([suffix], numbered))
+        return next(place for place in places if not os.path.lexists(place))
 
     @contextlib.contextmanager
     def _removing_the_old(self) -> Iterator[None]:
@@ -264,8 +301,7 @@ class ObjectOutput:
         Raises:
           CheckpointError: the output exists and may not be replaced, or the store cannot be used.
         """
-        # Consoles and gcsfuse make a folder as an empty object whose name ends with a slash.
-        names = [name for name in self.storage.names() if not name.endswith("/") and name]
+        names = self._names()
         if not names:
             return []
         if MARK_FILE in names and MANIFEST_FILE not in names:
@@ -278,6 +314,10 @@ class ObjectOutput:
             f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
             "new one is written there is no checkpoint"
         ]
+
+    def _names(self) -> list[str]:
+        # Consoles and gcsfuse make a folder as an empty object whose name ends with a slash.
+        return [name for name in self.storage.names() if not name.endswith("/") and name]
 
     def check_inputs(self, inputs: Iterable[CheckpointFolder | Path]) -> None:
         """Check that the output does not contain an input: it is read while the output is written in its place.
@@ -296,7 +336,12 @@ class ObjectOutput:
                     )
 
     def begin(self, mark: str) -> None:
-        """Write ``mark`` into the folder's marker file, and delete its other files, the manifest first."""
+        """Write ``mark`` into the folder's marker file, and delete its other files, the manifest first.
+
+        Raises:
+          CheckpointError: files that no checkpoint has are there since :meth:`prepare`; nothing has changed.
+        """
+        _check_replaced(self.place, self._names())
         self.storage.write(MARK_FILE, mark.encode())
         self._delete([name for name in self.storage.names() if name != MARK_FILE])
 
@@ -315,6 +360,15 @@ class ObjectOutput:
 
 
 Output = FolderOutput | ObjectOutput
+
+
+def _change_of(folder: Path, place: str) -> CheckpointError | None:
+    """Return the error that a folder is not replaced, None if it is still one that is; see :func:`_check_replaced`."""
+    try:
+        _check_replaced(place, CheckpointFolder(folder, place).names())
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def _check_replaced(place: str, names: list[str]) -> None:

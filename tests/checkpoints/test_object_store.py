@@ -105,6 +105,22 @@ def test_a_downloaded_input_is_not_deleted(url: str, micro: Path, server: Object
     assert server.objects == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_objects_that_appear_after_the_check_are_kept(
+    overwrite: bool, url: str, micro: Path, server: ObjectStore
+) -> None:
+    """Between the check and the first byte, the source is opened and measured."""
+    if overwrite:
+        to_store(micro, url)
+    output = output_at(url)
+    output.prepare(overwrite)
+    Storage.at(url).write("notes.txt", b"mine")
+    before = dict(server.objects)
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        convert(open_folder(micro), layout_of(micro), output)
+    assert server.objects == before
+
+
 def test_as_on_disk_to_the_bit(url: str, micro: Path, tmp_path: Path) -> None:
     assert to_store(micro, url) == []
     alone = to_canonical(micro, tmp_path / "alone")

@@ -133,6 +133,62 @@ def test_what_appears_during_a_conversion_is_not_replaced(micro: Path, tmp_path:
     assert (output.path / "notes.txt").read_text() == "mine"
 
 
+def test_files_that_appear_in_the_old_checkpoint_are_kept(micro: Path, tmp_path: Path) -> None:
+    """They were not there when the output was checked. The new checkpoint is complete beside the old one."""
+    other = write_source(tmp_path / "other", MICRO, seed=1)
+    output = FolderOutput(tmp_path / "model")
+    shutil.copytree(micro, output.path)
+    for name in ("model.diffumesh-new", "model.diffumesh-new-2"):
+        output.prepare(overwrite=True)
+        with pytest.raises(
+            CheckpointError, match=rf"deleted with the old one: notes\.txt, one/log; .* kept as .*/{name}$"
+        ):
+            export_checkpoint(open_folder(other), output, progress=lambda done, total: write_notes(output.path))
+        assert (output.path / "one" / "log").read_text() == "mine"
+        assert contents(output.path) == contents(micro)
+        assert contents(tmp_path / name) == contents(other)
+        (output.path / "notes.txt").unlink()
+        shutil.rmtree(output.path / "one")
+    output.prepare(overwrite=True)
+    export_checkpoint(open_folder(other), output)
+    names = ["model", "model.diffumesh-new", "model.diffumesh-new-2", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names, "what was kept stays"
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_files_that_appear_while_names_are_exchanged_are_kept(
+    exchanges: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the old folder after the check before the exchange. The new checkpoint is in place."""
+    other = write_source(tmp_path / "other", MICRO, seed=1)
+    output = FolderOutput(to_canonical(micro, tmp_path / "model"))
+    before = contents(output.path)
+
+    def late(one: Path, two: Path) -> bool:
+        write_notes(two)
+        return exchanges and exchange(one, two)
+
+    monkeypatch.setattr(output_module, "exchange", late)
+    output.prepare(overwrite=True)
+    with pytest.raises(CheckpointError, match=r"model is written, .* kept as .*model\.diffumesh-old \(.*: notes\.txt"):
+        convert(open_folder(other), layout_of(other), output)
+    old = tmp_path / "model.diffumesh-old"
+    assert (old / "one" / "log").read_text() == "mine"
+    (old / "notes.txt").unlink()  # its manifest lists all files
+    shutil.rmtree(old / "one")
+    assert contents(old) == before
+    assert contents(output.path) == contents(other)
+    assert verify(open_folder(output.path))
+    assert FolderOutput(output.path).prepare(overwrite=True) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.diffumesh-old", "other"]
+
+
+def write_notes(folder: Path) -> None:
+    (folder / "one").mkdir()
+    (folder / "one" / "log").write_text("mine")
+    (folder / "notes.txt").write_text("mine")
+
+
 def test_a_place_that_goes_away(micro: Path, tmp_path: Path) -> None:
     """The other conversion begins after this one was prepared."""
     output = FolderOutput(tmp_path / "parent" / "checkpoint")
