@@ -9,7 +9,7 @@ from absl import flags
 from launch.flags.decoding import steps_follow_tokens
 from launch.flags.model import default_name, read_tokenizer
 from launch.openai.bodies import Defaults
-from runtime import CheckpointFolder, DiffusionConfig, ModelConfig, SamplingConfig, check_kind, end_tokens
+from runtime import CheckpointFolder, DiffusionConfig, InputError, ModelConfig, SamplingConfig, check_kind, end_tokens
 
 
 def request_defaults(
@@ -35,12 +35,22 @@ def request_defaults(
       seed, chat, samples, stop: as in :class:`launch.openai.bodies.Defaults`.
 
     Raises:
-      InputError: the folder has no tokenizer, or the model does not have what a decoding parameter asks for.
+      InputError: the folder has no tokenizer, the model does not have what a decoding parameter asks for, or a text is
+        not valid UTF-8.
     """
     check_kind(model, config)
+    for flag, text in (("served_model_name", model_name or ""), *(("stop", one) for one in stop)):
+        if not _is_text(text):
+            raise InputError(f"--{flag}={text!r:.200} is not valid UTF-8")
+    name = model_name or default_name(folder)
+    if not _is_text(f"{folder.path}{name}"):
+        raise InputError(
+            f"--checkpoint={folder.name!r:.200}: the folder's path is not valid UTF-8; rename the folder, or pass a "
+            "link to it whose path is"
+        )
     tokenizer = read_tokenizer(folder)
     return Defaults(
-        model_name=model_name or default_name(folder),
+        model_name=name,
         model=model,
         tokenizer=tokenizer,
         config=config,
@@ -51,3 +61,12 @@ def request_defaults(
         samples=samples,
         stop=tuple(stop),
     )
+
+
+def _is_text(text: str) -> bool:
+    """Whether a text can be written as UTF-8. An argument that is not valid UTF-8 has lone surrogates in Python."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
