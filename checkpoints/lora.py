@@ -13,10 +13,12 @@ Dimension letters: O outputs, I inputs, R rank.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,8 +56,10 @@ _READ_KEYS = {
 # Initializations that leave W as it is. Others, such as PiSSA's, train the adapter beside a changed W.
 _INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 # The keys of rank_pattern and alpha_pattern are regular expressions in PEFT. Only expressions without repetition are
-# accepted, so that matching takes little time.
-_MAX_PATTERNS = 4096
+# accepted, so that matching takes little time, and each matches texts of one length. An adapter for every matrix of a
+# large model has about a thousand names of less than 100 characters.
+_MAX_NAMES = 4096
+_MAX_NAME = 200
 _PLAIN_PATTERN = re.compile(r"\^?(\w|\.|\\\.|\\d)+")
 # A part is merged in tiles of this many rows and columns of W, which begin at multiples of this number. Whole tiles
 # are computed, so that an element has the same bits whichever part is read: a BLAS may change the order of a sum with
@@ -102,7 +106,22 @@ def _is_target(target: str, module: str) -> bool:
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches a module's whole name or its last components, as in PEFT."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    # Most patterns are of another length than every end of the name, so they are not even compiled.
+    ends = {len(module), *(len(module) - dot.end() for dot in re.finditer(r"\.", module))}
+    return next(
+        (value for key, value in patterns.items() if _matched_length(key) in ends and _compile(key).match(module)),
+        default,
+    )
+
+
+def _matched_length(pattern: str) -> int:
+    """Return the length of the texts that a pattern without repetition matches."""
+    return len(pattern) - pattern.count("\\") - pattern.startswith("^")
+
+
+@functools.lru_cache(maxsize=2 * _MAX_NAMES)  # all patterns of an adapter; that of the module re is much smaller
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _read_config(folder: CheckpointFolder) -> _Config:
@@ -136,15 +155,29 @@ def _read_config(folder: CheckpointFolder) -> _Config:
     # A string is a regular expression, or "all-linear"; the tensors tell which modules it matched.
     names = tuple(targets) if isinstance(targets, list) else None
     check("target_modules", all(isinstance(one, str) for one in names or ()), "expected names")
+    _check_names(place, "target_modules", names or ())
     check("r", _is_rank(raw.get("r")), "expected an integer from 1 to 1,048,575")
     check("lora_alpha", _is_real(raw.get("lora_alpha")), "expected a number")
     ranks, alphas = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
     for name, patterns, valid in (("rank_pattern", ranks, _is_rank), ("alpha_pattern", alphas, _is_real)):
         check(name, isinstance(patterns, dict) and all(map(valid, patterns.values())), "expected numbers by name")
-        check(name, len(patterns) <= _MAX_PATTERNS, f"at most {_MAX_PATTERNS} are supported")
+        _check_names(place, name, patterns)
         check(name, all(map(_PLAIN_PATTERN.fullmatch, patterns)), "a key is not the end of a module's name")
     stabilized = bool(raw.get("use_rslora"))
     return _Config(raw["r"], raw["lora_alpha"], ranks, alphas, stabilized, names)
+
+
+def _check_names(place: Path, key: str, names: Collection[str]) -> None:
+    """Check that names of modules are few and short, because each is compared with each module.
+
+    Raises:
+      CheckpointError: they are not; the message names the key.
+    """
+    if len(names) > _MAX_NAMES:
+        raise CheckpointError(f"{place}: {key} has {len(names)} names; at most {_MAX_NAMES} are supported")
+    longest = max(map(len, names), default=0)
+    if longest > _MAX_NAME:
+        raise CheckpointError(f"{place}: {key} has a name of {longest} characters; at most {_MAX_NAME} are supported")
 
 
 def _is_rank(value: Any) -> bool:

@@ -203,6 +203,12 @@ PATTERNS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"model.layers.0.self_attn.q_proj": 3, "q_proj": 2, "_proj": 7},
         "alpha_pattern": {r"layers\.\d.mlp.down_proj": 5, "^layers.0.self_attn.q_proj": 9},
     },
+    # More patterns than Python's own cache holds, of which none but the last ones match
+    "many": {
+        "rank_pattern": {f"q_pro.{number:04}": 9 for number in range(4094)}
+        | {r"^model.layers\.0.self_attn\.q_proj": 3, r"self_att..q_proj": 2},
+        "alpha_pattern": {"q" * 200: 1, "^mlp.down_proj": 9, "p.down_proj": 9, r"layers.\d.mlp\.down_proj": 5},
+    },
 }
 
 
@@ -266,12 +272,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "use_rslora": {"use_rslora": "yes"},
     "target_modules": {"target_modules": [["q_proj"]]},
 }
+# ... and those with more or longer names than the largest models need
+NAMES: list[tuple[str, Any, str]] = [
+    ("rank_pattern", dict.fromkeys(map(str, range(4097)), 4), "has 4097 names; at most 4096"),
+    ("alpha_pattern", {"q" * 201: 4}, "has a name of 201 characters; at most 200"),
+    ("target_modules", ["q_proj"] * 4097, "has 4097 names; at most 4096"),
+    ("target_modules", ["q_proj", "q" * 201], "has a name of 201 characters; at most 200"),
+]
 
 
 @pytest.mark.parametrize("key", CONFIGS)
 def test_features_that_are_not_supported_are_named(key: str, micro: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", micro, MODULES["Dream"], **CONFIGS[key])
     with pytest.raises(InputError, match=rf"{CONFIG_FILE}: {key} is "):
+        Engine.load(micro, "data=1", lora=adapter)
+
+
+@pytest.mark.parametrize(("key", "value", "said"), NAMES)
+def test_names_are_few_and_short(key: str, value: Any, said: str, micro: Path, tmp_path: Path) -> None:
+    """Each is compared with each module, which could take hours."""
+    adapter = write_adapter(tmp_path / "adapter", micro, MODULES["Dream"], **{key: value})
+    with pytest.raises(InputError, match=f"{CONFIG_FILE}: {key} {said}"):
         Engine.load(micro, "data=1", lora=adapter)
 
 
