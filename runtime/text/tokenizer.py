@@ -15,6 +15,7 @@ from runtime.execution.rows import check_ids
 from runtime.models.config import InfillingTokens, ModelConfig, token_ids
 from runtime.models.families import find_family
 from runtime.text.chat_template import RendererStartError, TemplateRenderer, TemplateTimeoutError
+from runtime.text.text_growth import MAX_GROWTH, text_growth
 from runtime.text.tokenizer_file import read_tokenizer_file
 from sharding.errors import InputError
 
@@ -61,8 +62,8 @@ class TextTokenizer:
 
         Raises:
           ConfigError: without ``tokenizer.json``, ``config.json`` is of a family that is not supported.
-          CheckpointError: the files exist but cannot be read, are links to files outside the folder, or name files for
-            the tokenizer that are not in the folder.
+          CheckpointError: the files exist but cannot be read, are links to files outside the folder, name files for
+            the tokenizer that are not in the folder, or make texts far longer.
         """
         has_json = (folder.path / "tokenizer.json").is_file()
         has_bpe = all((folder.path / file).is_file() for file in ("vocab.json", "merges.txt"))
@@ -79,10 +80,16 @@ class TextTokenizer:
                 files = _bpe_files(folder) if not has_json else {} if versioned else _json_file(folder)
                 loader = getattr(transformers, name)
                 found = loader.from_pretrained(str(folder.path), local_files_only=True, **files)
+            growth = text_growth(found.backend_tokenizer)
         except BaseException as error:  # the libraries raise many exception types for a damaged file
             if not _is_library_error(error):
                 raise
             raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error!s:.300})") from error
+        if growth > MAX_GROWTH:
+            raise CheckpointError(
+                f"{folder.path}: the normalizer, pre-tokenizer or decoder of the tokenizer can make a text more than "
+                f"{MAX_GROWTH} times longer, which no model needs; look at its replacements"
+            )
         return cls(found, folder.name)
 
     def encode(self, text: str) -> list[int]:
