@@ -221,7 +221,7 @@ def notices(
     values: flags.FlagValues, folder: CheckpointFolder, configs: Iterable[DiffusionConfig | SamplingConfig]
 ) -> list[str]:
     """Return sentences about settings that have no effect, of the checkpoint and of a run's configurations."""
-    found = ignored_notice(values, folder) + prompt_notice(folder)
+    found = ignored_notice(values, folder) + prompt_notice(folder) + quantize_notice(values, folder)
     found += [sentence for config in configs for sentence in draft_notice(config)]
     return list(dict.fromkeys(found))
 
@@ -242,6 +242,14 @@ def prompt_notice(folder: CheckpointFolder) -> list[str]:
         return []
     why = "add_bos_token of tokenizer_config.json is not supported"
     return [f"{why}: without --chat, begin prompts with {text!r:.100}"]
+
+
+def quantize_notice(values: flags.FlagValues, folder: CheckpointFolder) -> list[str]:
+    """Return a sentence that says how the weights are stored, if ``--quantize`` names another way; empty if not."""
+    asked, stored = values.quantize if "quantize" in values else "none", folder.quantization
+    if "none" in (asked, stored) or asked == stored:
+        return []
+    return [f"ignored: --quantize={asked}; the weights are stored as {stored} and stay so"]
 
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absl import flags
 
 from checkpoints import DEMO, open_folder
+from checkpoints.folder import QUANTIZATION_KEY
 from launch import generate
 from launch.flags.decoding import notices
 from runtime import DiffusionConfig, Engine, SamplingConfig
@@ -192,3 +194,21 @@ def test_streamed_pieces_are_the_text(gpt2: Path) -> None:
         cut = engine.generate([prompt], seeded, stop=[stop])[0]
         assert "".join(engine.stream(prompt, seeded, stop=[stop])) == cut.text
         assert cut.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "said"),
+    [
+        ("int8", "int4", ["ignored: --quantize=int8; the weights are stored as int4 and stay so"]),
+        ("int4", "int4", []),
+        ("none", "int4", []),
+        ("int8", "none", []),
+    ],
+)
+def test_weights_that_are_stored_quantized_stay_so(asked: str, stored: str, said: list[str], tmp_path: Path) -> None:
+    values = flags.FlagValues()
+    generate.define_flags(values)
+    values(["generate", f"--quantize={asked}"])
+    raw = json.loads((DEMO / "config.json").read_text()) | {QUANTIZATION_KEY: stored}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert notices(values, open_folder(tmp_path), []) == said
