@@ -97,7 +97,9 @@ def convert(
         names = json.loads(everyone.agree(conversion.complete)[0])
         files = everyone.agree(lambda: conversion.digest_files(names))
         # Another conversion to this output may have begun, where locks or their owners cannot be seen.
-        everyone.agree(lambda: conversion.check_mark(mark) + conversion.finish(digests, files))
+        everyone.agree(lambda: conversion.check_mark(mark))
+        # Only when all have seen the mark, because it has another place afterwards.
+        everyone.agree(lambda: conversion.finish(digests, files))
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,14 @@ class FolderOutput:
                     f"an earlier conversion was interrupted while it replaced {self.path}: restored the old checkpoint"
                 )
             for path in (self.staging, self._removing, self._set_aside):
+                # The marker is in what a conversion writes; the others are the old checkpoint.
+                is_old = path != self._removing and path.exists() and not (path / MARK_FILE).exists()
+                if is_old and _change_of(path, self.place) is not None:
+                    kept = path.rename(self._free_name(_OLD_SUFFIX))
+                    said.append(
+                        f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint has "
+                        f"changed and is kept as {kept}"
+                    )
                 if path.exists():
                     # Renamed first, so that a partly deleted checkpoint is never restored.
                     shutil.rmtree(path.rename(self._removing) if path == self._set_aside else path)

@@ -18,7 +18,7 @@ from checkpoints.conversion import convert
 from checkpoints.exchange import exchange
 from checkpoints.export import export_checkpoint
 from checkpoints.opening import open_tensors
-from checkpoints.output import FolderOutput, output_at
+from checkpoints.output import MARK_FILE, FolderOutput, output_at
 from checkpoints.source import Index, StoredTensors
 from checkpoints.verification import verify, write_manifest
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
@@ -181,6 +181,20 @@ def test_files_that_appear_while_names_are_exchanged_are_kept(
     assert verify(open_folder(output.path))
     assert FolderOutput(output.path).prepare(overwrite=True) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.diffumesh-old", "other"]
+
+
+def test_files_in_the_old_checkpoint_of_a_killed_conversion_are_kept(micro: Path, tmp_path: Path) -> None:
+    """The process was killed after the exchange of the names, before its last check."""
+    output = FolderOutput(tmp_path / "model")
+    shutil.copytree(micro, output.path)
+    (output.path / MARK_FILE).write_text("mark")
+    shutil.copytree(micro, output.staging)
+    write_notes(output.staging)
+    said = output.prepare(overwrite=True)
+    old = tmp_path / "model.diffumesh-old"
+    assert f"has changed and is kept as {old}" in " ".join(said)
+    assert (old / "one" / "log").read_text() == "mine"
+    assert contents(old) == contents(micro)
 
 
 def write_notes(folder: Path) -> None:
