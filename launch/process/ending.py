@@ -17,6 +17,13 @@ _busy: list[Callable[[], bool]] = []
 _code: int | None = None
 
 
+def begin_output() -> None:
+    """Begin a command. What an earlier one, or code outside of commands, has registered does not matter any more."""
+    global _code
+    _busy.clear()
+    _code = None
+
+
 def end_at_once_if(busy: Callable[[], bool]) -> None:
     """If ``busy`` returns true when the command has ended, end the process without finalization of Python.
 
@@ -33,7 +40,6 @@ def end_output() -> None:
         error = sys.exc_info()[1]
         code = error.code if isinstance(error, SystemExit) else 0 if error is None else 1
         _code = code if isinstance(code, int) else 0 if code is None else 1
-    _busy.clear()
 
 
 # Functions are called in reverse order, so this one, which is registered before any device is used, is called last.

@@ -33,7 +33,7 @@ from rich.progress import (
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
 from launch.hosts.host import Host, join
 from launch.hosts.place import define_place_flags, find_place
-from launch.process.ending import end_output
+from launch.process.ending import begin_output, end_output
 from launch.process.streams import drop_output, flush_output, prepare_streams, tell
 from runtime import InputError
 
@@ -101,6 +101,7 @@ def run_launcher(
         return
     global _host
     together = "devices" in values and "coordinator_address" in values
+    begin_output()
     try:
         _host = _find_host(argv, together) if "coordinator_address" in values else Host()
         if not together and _host.process_index > 0:

@@ -214,6 +214,13 @@ def test_a_compiler_that_does_not_end(work: str, expected: int) -> None:
     assert ("ZeroDivisionError" in done.stderr) == (work == "1 / 0")
 
 
+def test_a_compiler_outside_of_a_command_changes_no_exit_code() -> None:
+    code = STILL_COMPILING.format(work="pass").replace("run_launcher(main,", "main(None); run_launcher(print,")
+    code += "sys.exit(3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 3, done.stderr
+
+
 def test_a_table_that_nobody_reads() -> None:
     """As everywhere else, it is no error that the reader of a pipe has gone."""
     command = f"{sys.executable} -m launch.main models | true; exit ${{PIPESTATUS[0]}}"
