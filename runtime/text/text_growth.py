@@ -37,7 +37,7 @@ _GROWTHS = {
 }
 # Expressions that never match an empty text: characters and classes, each once or repeated at least once.
 _NOT_EMPTY = re.compile(
-    r"((\\[sSdDwW]|\\[pP]\{\w+\}|\[\^?([^\[\]\\]|\\.)+\]|[^\\\[\](){}|?*+^$])(\+|\{[1-9]\d*(,\d*)?\})?)+"
+    r"((\\[sSdDwW]|\\[pP]\{\w+\}|\[([^\[\]\\]|\\.)+\]|[^\\\[\](){}|?*+^$])(\+|\{[1-9]\d*(,\d*)?\})?)+"
 )
 
 

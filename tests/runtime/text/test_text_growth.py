@@ -88,6 +88,8 @@ BOMBS = {
     "empty matches": made(normalizers.Sequence([normalizers.Replace(Regex("x*"), "y")] * 40)),
     "empty text": made(normalizers.Sequence([normalizers.Replace("", "y")] * 40)),
     "look-ahead": made(normalizers.Sequence([normalizers.Replace(Regex("(?=y)"), "y")] * 40)),
+    # To find out that these may match an empty text must not take time that doubles with each class.
+    "many classes": made(normalizers.Sequence([normalizers.Replace(Regex("[^a]" * 200 + "(b)"), "y")] * 40)),
     "nested": made(normalizers.Sequence([normalizers.Sequence([normalizers.Sequence(letters(100))])] * 2)),
     "prepend": made(normalizers.Prepend("q" * 5000)),
     "bytes": made(normalizers.Sequence([normalizers.ByteLevel()] * 40)),
