@@ -96,9 +96,7 @@ def convert(
         digests = conversion.write(progress)
         names = json.loads(everyone.agree(conversion.complete)[0])
         files = everyone.agree(lambda: conversion.digest_files(names))
-        # Another conversion to this output may have begun, where locks or their owners cannot be seen.
         everyone.agree(lambda: conversion.check_mark(mark))
-        # Only when all have seen the mark, because it has another place afterwards.
         everyone.agree(lambda: conversion.finish(digests, files))
 
 
@@ -139,7 +137,10 @@ class _Conversion:
         return mark
 
     def check_mark(self, mark: str) -> str:
-        """Check that this process sees the output of process 0."""
+        """Check that this process sees the output of process 0, and that no other conversion has begun there since.
+
+        Locks prevent that where all processes see them. All processes look before the marker gets another place.
+        """
         if self.output.storage.read(MARK_FILE) != mark.encode():
             raise CheckpointError(
                 f"{self.output.place}: this process does not see what process 0 writes there, or another conversion "

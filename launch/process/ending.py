@@ -11,15 +11,16 @@ import os
 import sys
 from collections.abc import Callable
 
-from launch.process.streams import flush_output
+from launch.process.streams import flush_output, prepare_streams
 
 _busy: list[Callable[[], bool]] = []
 _code: int | None = None
 
 
 def begin_output() -> None:
-    """Begin a command. What an earlier one, or code outside of commands, has registered does not matter any more."""
+    """Prepare the streams for a command, and forget what was registered before it."""
     global _code
+    prepare_streams()
     _busy.clear()
     _code = None
 

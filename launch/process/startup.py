@@ -34,7 +34,7 @@ from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR,
 from launch.hosts.host import Host, join
 from launch.hosts.place import define_place_flags, find_place
 from launch.process.ending import begin_output, end_output
-from launch.process.streams import drop_output, flush_output, prepare_streams, tell
+from launch.process.streams import drop_output, flush_output, tell
 from runtime import InputError
 
 MAX_SIMULATED_DEVICES = 4096
@@ -90,7 +90,7 @@ def run_launcher(
       argv: command line, program name first; default ``sys.argv``.
       first: the flags that ``--help`` shows, in this order, while ``--helpfull`` shows all. If empty, both show all.
     """
-    prepare_streams()
+    begin_output()
     ProgressLines.latest = time.monotonic()
     argv = list(sys.argv if argv is None else argv)
     # transformers is used for its tokenizers only: its warning that PyTorch is missing does not matter.
@@ -101,7 +101,6 @@ def run_launcher(
         return
     global _host
     together = "devices" in values and "coordinator_address" in values
-    begin_output()
     try:
         _host = _find_host(argv, together) if "coordinator_address" in values else Host()
         if not together and _host.process_index > 0:
