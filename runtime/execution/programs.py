@@ -321,7 +321,8 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
             logits = project_logits(forward, weights, hidden[:, outputs])
             logits = mark_non_finite(logits, forward.config.vocab_size)
             wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk, axis=1)
-            return jnp.where(positions < unpredicted, 0.0, log_probabilities(logits / temperature, wanted))
+            found = log_probabilities(logits / temperature, wanted)
+            return jnp.where((positions < unpredicted) & jnp.isfinite(found), 0.0, found)
 
         pieces = jax.lax.map(body, starts)
         return jnp.moveaxis(pieces, 0, 1).reshape(tokens.shape)
