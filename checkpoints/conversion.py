@@ -59,7 +59,7 @@ def convert(
     Peak host memory does not grow with the checkpoint, but for the scales of a quantized one (int4: 1/32 of bfloat16).
     It is about four times a group of tensors (512 MB, see :mod:`checkpoints.writing`), or the largest tensor if that is
     larger: the group, the copies that Orbax writes, and the tensor that is read next. ``benchmarks.full_checkpoint``
-    measured 4.2 GB resident for a checkpoint of 15.2 GB whose largest tensor has 1.1 GB.
+    measured 4.5 GB resident for a checkpoint of 15.2 GB whose largest tensor has 1.1 GB.
 
     Args:
       source: a folder of any format, with configuration, tokenizer and, by default, the tensors. Its LoRA adapter, if

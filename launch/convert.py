@@ -7,7 +7,7 @@
   diffumesh convert --source=params.pkl --config=FOLDER/config.json --output=DIR --biases_from=FOLDER
 
 Orbax writes the tensors in groups of 512 MB. Peak host memory is about four times a group, or four times the largest
-tensor if that is larger: 4.2 GB was measured for a checkpoint of 15.2 GB whose largest tensor has 1.1 GB.
+tensor if that is larger: 4.5 GB was measured for a checkpoint of 15.2 GB whose largest tensor has 1.1 GB.
 Several processes each read and write a share; they need an output that all of them see. The result is bit-identical
 for any number of processes. --output=gs://bucket/folder writes to an object store, which cannot rename: there the
 manifest, written last, completes the checkpoint, and --overwrite first removes the manifest of the old one. The result
