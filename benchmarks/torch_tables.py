@@ -143,7 +143,7 @@ def comparison_table(record: Mapping[str, Any]) -> str:
 
 
 def memory_table(record: Mapping[str, Any]) -> str:
-    """Convert a record of memory to Markdown. PyTorch's figure is that of the library that needs less."""
+    """Convert a record of memory to Markdown, in MB. PyTorch's figure is that of the library that needs less."""
     lines = [
         _heading(record),
         "",
