@@ -100,7 +100,7 @@ def main(values: flags.FlagValues) -> None:
                 output.check(facts)
             if values.verbose:
                 say(describe(defaults.config))
-            for sentence in notices(values, folder, [defaults.config]):
+            for sentence in notices(values, folder, defaults.model.family, [defaults.config]):
                 say(sentence)
         if output is not None:
             output.begin(facts)

@@ -111,7 +111,7 @@ def main(values: flags.FlagValues) -> None:
         server.serving.say = say
 
     engine = load_engine(values, folder, mesh, values.slots, draft=draft)
-    for sentence in (describe(defaults.config), *notices(values, folder, configs)):
+    for sentence in (describe(defaults.config), *notices(values, folder, defaults.model.family, configs)):
         say(sentence)
     executor = Executor(engine.runner, shapes)
     if server is None or own is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from absl import flags
@@ -17,6 +17,7 @@ from runtime import (
     CheckpointFolder,
     Choice,
     DiffusionConfig,
+    Family,
     InputError,
     Integer,
     IntegerOrWord,
@@ -117,11 +118,11 @@ def _is_word(parameter: Parameter, value: str) -> bool:
     return isinstance(kind, Choice) or (isinstance(kind, IntegerOrWord) and value == kind.word)
 
 
-def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> bool:
+def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder, family: Family) -> bool:
     """Whether the number of denoise steps equals the number of new tokens, because nothing sets it."""
     if values.preset == "class" or values["steps"].value is not None:
         return False
-    return values.preset == FAST_DLLM or folder.generation_config.get("steps") is None
+    return _stored_settings(values, folder, family).get("steps") is None
 
 
 def decoding_config(
@@ -143,15 +144,14 @@ def decoding_config(
     given = given_flags(values)
     try:
         if model.objective == "autoregressive":
-            return _sampling_config(values, folder, given).replace(early_stop=values.early_stop)
+            return _sampling_config(values, folder, model, given).replace(early_stop=values.early_stop)
         return _diffusion_config(values, folder, model, given).replace(early_stop=values.early_stop)
     except ParameterError as error:
         # Values from the checkpoint's generation config are named without dashes.
         wrong = error.field
         text = error.spelled(lambda name: name if name == wrong and name not in given else f"--{name}")
-        stored = [
-            one.name for one in declared_parameters(DiffusionConfig) if one.in_checkpoint in folder.generation_config
-        ]
+        raw = _stored_settings(values, folder, model.family)
+        stored = [one.name for one in declared_parameters(DiffusionConfig) if one.in_checkpoint in raw]
         where = f"{folder.place}/generation_config.json: " if wrong in stored and wrong not in given else ""
         raise InputError(f"{where}{text}", field=wrong) from error
 
@@ -168,7 +168,7 @@ def _diffusion_config(
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()
     if values.preset == "published":
-        said = _generation_config(folder, DiffusionConfig)
+        said = _parsed(_stored_settings(values, folder, model.family), DiffusionConfig)
         if model.family.variable_length:
             fixed = {one.name for one in declared_parameters(DiffusionConfig) if one.variable_length is False}
             said = {name: value for name, value in said.items() if name not in fixed}
@@ -176,7 +176,7 @@ def _diffusion_config(
     elif values.preset == FAST_DLLM:
         defaults = DiffusionConfig.fast_dllm(_NEW_TOKENS)
     fields = said | given
-    if steps_follow_tokens(values, folder) or (model.family.variable_length and "steps" not in fields):
+    if steps_follow_tokens(values, folder, model.family) or (model.family.variable_length and "steps" not in fields):
         own = defaults.replace(**fields)
         fields["steps"] = default_steps(model, own.max_new_tokens, own.block_length)
     config = with_model_blocks(defaults.replace(**fields), model)
@@ -184,7 +184,12 @@ def _diffusion_config(
     return config
 
 
-def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: dict[str, Any]) -> SamplingConfig:
+def _sampling_config(
+    values: flags.FlagValues,
+    folder: CheckpointFolder,
+    model: ModelConfig,
+    given: dict[str, Any],
+) -> SamplingConfig:
     if values.preset == FAST_DLLM:
         raise InputError(
             f"--preset={FAST_DLLM} is for diffusion models; {folder.name} is autoregressive", field="preset"
@@ -205,32 +210,49 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
     elif given.get("draft_tokens"):
         raise InputError("--draft_tokens requires --draft_checkpoint", field="draft_tokens")
     # The checkpoint's sampling parameters apply only if it sets do_sample.
-    if values.preset == "published" and folder.generation_config.get("do_sample") is True:
-        said |= {"temperature": 1.0} | _generation_config(folder, SamplingConfig)
+    stored = _stored_settings(values, folder, model.family)
+    if stored.get("do_sample") is True:
+        said |= {"temperature": 1.0} | _parsed(stored, SamplingConfig)
     return SamplingConfig(**(said | fields))
 
 
-def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
-    """Return the decoding parameters that the checkpoint's ``generation_config.json`` sets, keyed by our names."""
-    raw = folder.generation_config
+def _stored_settings(values: flags.FlagValues, folder: CheckpointFolder, family: Family) -> dict[str, Any]:
+    """Return the checkpoint's ``generation_config.json``; empty if the preset or the family does not use it."""
+    return folder.generation_config if values.preset == "published" and family.reads_generation_config else {}
+
+
+def _parsed(raw: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return the decoding parameters that a parsed ``generation_config.json`` sets, keyed by our names."""
     stored = [one for one in declared_parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
     return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}
 
 
 def notices(
-    values: flags.FlagValues, folder: CheckpointFolder, configs: Iterable[DiffusionConfig | SamplingConfig]
+    values: flags.FlagValues,
+    folder: CheckpointFolder,
+    family: Family,
+    configs: Iterable[DiffusionConfig | SamplingConfig],
 ) -> list[str]:
     """Return sentences about settings that have no effect, of the checkpoint and of a run's configurations."""
-    found = ignored_notice(values, folder) + prompt_notice(folder) + quantize_notice(values, folder)
+    found = ignored_notice(values, folder, family) + prompt_notice(folder) + quantize_notice(values, folder)
     found += [sentence for config in configs for sentence in draft_notice(config)]
     return list(dict.fromkeys(found))
 
 
-def ignored_notice(values: flags.FlagValues, folder: CheckpointFolder) -> list[str]:
-    """Return a sentence that names what ``generation_config.json`` sets and no decoder here does; empty if nothing."""
+def ignored_notice(values: flags.FlagValues, folder: CheckpointFolder, family: Family) -> list[str]:
+    """Return a sentence that names what ``generation_config.json`` sets without effect; an empty list if nothing.
+
+    That is what no decoder here does or, for a family whose original code does not read the file, every setting.
+    """
     raw = folder.generation_config if values.preset == "published" else {}
-    named = [f"{name}={raw[name]}" for name, off in _UNSUPPORTED.items() if raw.get(name) not in (None, off, [])]
-    return [f"ignored: {', '.join(named):.300} of generation_config.json, which is not supported"] if named else []
+    if family.reads_generation_config:
+        wrong = {name for name, off in _UNSUPPORTED.items() if raw.get(name) not in (None, off, [])}
+        why = "which is not supported"
+    else:
+        wrong = {one.in_checkpoint for one in declared_parameters(DiffusionConfig) if raw.get(one.in_checkpoint)}
+        why = f"because {family.name}'s own code does not read that file"
+    named = [f"{name}={raw[name]}" for name in raw if name in wrong]
+    return [f"ignored: {', '.join(named):.300} of generation_config.json, {why}"] if named else []
 
 
 def prompt_notice(folder: CheckpointFolder) -> list[str]:

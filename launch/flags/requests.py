@@ -54,7 +54,7 @@ def request_defaults(
         model=model,
         tokenizer=tokenizer,
         config=config,
-        steps_follow_tokens=steps_follow_tokens(values, folder),
+        steps_follow_tokens=steps_follow_tokens(values, folder, model.family),
         end_token_ids=end_tokens(model, folder, tokenizer),
         seed=seed,
         chat=chat,

@@ -99,6 +99,7 @@ class Family:
         top-k keeps.
       filters_when_greedy: whether top-p and top-k change confidences at temperature 0 too.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
+      reads_generation_config: whether the original code decodes with the settings of ``generation_config.json``.
       variable_length: the model also predicts tokens that add a mask to the canvas or remove one, see
         :mod:`runtime.decoding.variable_length`.
       mask_token_id: mask token of checkpoints whose configuration does not name one.
@@ -134,6 +135,7 @@ class Family:
     top_k_first: bool = False
     filters_when_greedy: bool = True
     guidance: bool = False
+    reads_generation_config: bool = True
     variable_length: bool = False
     config_key: str = ""
     mask_token_id: int | None = None

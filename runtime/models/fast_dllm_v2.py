@@ -68,6 +68,7 @@ FAST_DLLM_V2 = Family(
     algorithms=("maskgit_plus",),
     parallel_rules=BLOCK_CAUSAL_RULES,
     filters_when_greedy=False,
+    reads_generation_config=False,
     mask_token_id=151665,
     end_token_ids=(151645,),
     end_tokens=qwen2.END_TOKENS,

@@ -184,6 +184,7 @@ LLADA = Family(
     schedule="even",
     algorithms=("low_confidence", "random"),
     guidance=True,
+    reads_generation_config=False,
     mask_token_id=126336,
     end_token_ids=(126081,),
     end_tokens=("<|endoftext|>",),

@@ -63,6 +63,7 @@ SDAR = Family(
     algorithms=("maskgit_plus",),
     parallel_rules=BLOCK_CAUSAL_RULES,
     top_k_first=True,
+    reads_generation_config=False,
     mask_token_id=151669,
     end_token_ids=(151643, 151645),
     end_tokens=qwen3.QWEN3.end_tokens,

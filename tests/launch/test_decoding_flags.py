@@ -14,8 +14,11 @@ from absl import flags
 from checkpoints import DEMO, open_folder
 from checkpoints.folder import QUANTIZATION_KEY
 from launch import generate
-from launch.flags.decoding import notices
-from runtime import DiffusionConfig, Engine, SamplingConfig
+from launch.flags.decoding import decoding_config, notices, steps_follow_tokens
+from runtime import DiffusionConfig, Engine, SamplingConfig, parse_config
+from runtime.models.dream import DREAM
+from runtime.models.gpt2 import GPT2
+from tests.launch.family_folders import GOLDEN
 from tests.launch.mistakes import refusal
 from tests.launch.test_history_html import embedded
 from tests.launch.test_parameters import flag_values
@@ -69,16 +72,16 @@ def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys:
 
 def test_a_token_that_transformers_would_add_is_named(gpt2: Path, tmp_path: Path) -> None:
     values = flag_values()
-    assert notices(values, open_folder(gpt2), []) == []
+    assert notices(values, open_folder(gpt2), GPT2, []) == []
     shutil.copytree(gpt2, tmp_path / "model")
     file = tmp_path / "model" / "tokenizer_config.json"
     raw = json.loads(file.read_text()) if file.exists() else {}
     for token in ("<start>", {"__type": "AddedToken", "content": "<start>"}):
         file.write_text(json.dumps(raw | {"bos_token": token, "add_bos_token": True}))
-        (said,) = notices(values, open_folder(tmp_path / "model"), [])
+        (said,) = notices(values, open_folder(tmp_path / "model"), GPT2, [])
         assert said.endswith("without --chat, begin prompts with '<start>'")
     file.write_text(json.dumps(raw | {"bos_token": "<start>", "add_bos_token": False}))
-    assert notices(values, open_folder(tmp_path / "model"), []) == []
+    assert notices(values, open_folder(tmp_path / "model"), GPT2, []) == []
 
 
 def test_a_wrong_value_of_the_checkpoint_is_not_a_flag_of_the_user(
@@ -211,4 +214,21 @@ def test_weights_that_are_stored_quantized_stay_so(asked: str, stored: str, said
     values(["generate", f"--quantize={asked}"])
     raw = json.loads((DEMO / "config.json").read_text()) | {QUANTIZATION_KEY: stored}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert notices(values, open_folder(tmp_path), []) == said
+    assert notices(values, open_folder(tmp_path), DREAM, []) == said
+
+
+@pytest.mark.parametrize("family", ["llada", "fast_dllm_v2", "sdar"])
+def test_settings_that_the_original_code_does_not_read(family: str, tmp_path: Path) -> None:
+    """A parent's ``generation_config.json``, copied to such a checkpoint, does not change its authors' settings."""
+    shutil.copy(GOLDEN / f"{family}_tiny" / "config.json", tmp_path)
+    model = parse_config(json.loads((tmp_path / "config.json").read_text()))
+    values = flag_values("--top_p=0.5")
+    alone = decoding_config(values, open_folder(tmp_path, weights=False), model)
+    raw = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "steps": 3, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+    folder = open_folder(tmp_path, weights=False)
+    assert decoding_config(values, folder, model) == alone
+    assert steps_follow_tokens(values, folder, model.family)
+    (said,) = notices(values, folder, model.family, [])
+    assert said.startswith("ignored: temperature=0.7, top_p=0.8, top_k=20, steps=3 of generation_config.json, because")
+    assert notices(flag_values("--preset=class"), folder, model.family, []) == []
