@@ -11,11 +11,11 @@ masked diffusion with the published loop and the published sampling; half of eac
 with greedy generation of transformers.
 
 A process of its own measures each number of cores. In it, both sides have the same prompts and the same weights, which
-are made in PyTorch and read here from a checkpoint. For float32 on CPU, PyTorch runs in the faster of its libraries for
-matrix products, which a short probe finds and the row names: a pass over as many positions, at most 512, or the
-decoding of a few tokens. Results are compared before times: logits, and tokens of greedy generations. What is sampled
-is judged by PyTorch's distributions, see :mod:`benchmarks.torch_rows`. Calls alternate after a warm-up with the timed
-shapes. A goal that is not reached is marked, and its row stays. :mod:`benchmarks.torch_memory` compares memory.
+are made in PyTorch and read here from a checkpoint. For float32 on CPU, PyTorch uses the faster of its libraries for
+matrix products. A short probe finds it, with a pass over as many positions (at most 512) or the decoding of a few
+tokens, and the row names it. Results are compared before times: logits, and tokens of greedy generations. What is
+sampled is judged by PyTorch's distributions, see :mod:`benchmarks.torch_rows`. Calls alternate after a warm-up with the
+timed shapes. A goal that is not reached is marked, and its row stays. :mod:`benchmarks.torch_memory` compares memory.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The cases are those of :mod:`benchmarks.compare_torch`. A process runs its case twice. What counts is its peak of
 resident memory, compilation included, beyond what it had before it made the model: after the start of JAX, or after
-the import of PyTorch and of the model's class. For float32, PyTorch runs with both of its libraries for matrix
-products, and the one that needs less counts.
+the import of PyTorch and of the model's class. For float32, PyTorch runs with each of its libraries for matrix
+products, and the smaller peak counts.
 """
 
 from __future__ import annotations

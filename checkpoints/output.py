@@ -1,9 +1,9 @@
 """Outputs of conversions: folders that appear complete, in one step.
 
 On a disk, a conversion writes into a folder of another name, which is exchanged with the old checkpoint when it is
-complete: a reader finds the old or the new one at any moment. On systems that cannot exchange names, there is neither
-for a moment between two renames. If files that no checkpoint has appear in the old one meanwhile, both are kept. An
-object store cannot rename: there the manifest, written last, completes the checkpoint, and the manifest of the old one
+complete: a reader finds the old or the new one at any moment. On systems that cannot exchange names, neither
+exists for a moment between two renames. If foreign files appear in the old one meanwhile, both are kept. An object
+store cannot rename: there the manifest, written last, completes the checkpoint, and the manifest of the old one
 is deleted first. A marker file distinguishes an unfinished conversion, which may be cleaned up; on a disk, a running
 conversion holds a lock on it.
 """

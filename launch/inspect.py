@@ -1,4 +1,4 @@
-"""Show what is inside a checkpoint: architecture, parameters, dtype, bytes, tensors, digests, and which meshes fit.
+"""Show what is inside a checkpoint: architecture, parameters, dtype, bytes, tensors, digests, and fitting meshes.
 
   diffumesh inspect --checkpoint=DIR [--tensors] [--device_memory=16]        canonical or Hugging Face
   diffumesh inspect --checkpoint=params.pkl --config=FOLDER/config.json       a legacy pickle

@@ -31,7 +31,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("num_processes", 2, "Processes to start.", 1, _MAX_PROCESSES, flag_values=values)
     flags.DEFINE_integer("devices_per_process", 1, "Simulated CPU devices per process.", 1, 4096, flag_values=values)
     flags.DEFINE_integer("port", None, "Coordinator's port. Default: a free one.", 1, 65534, flag_values=values)
-    define_real("grace", 15.0, "Seconds until the other processes are killed after one failed.", 0.0, values=values)
+    define_real("grace", 15.0, "Seconds from a failure until the other processes are killed.", 0.0, values=values)
 
 
 def main(values: flags.FlagValues, command: Sequence[str]) -> int:

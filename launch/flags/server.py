@@ -84,7 +84,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
         1,
         MAX_STEPS,
     )
-    integer("max_queue", 64, "Rows that may wait; more get 429. An eighth is for clients with none there.", 1, 1 << 20)
+    integer("max_queue", 64, "Rows that may wait; more get 429. An eighth is for clients with none.", 1, 1 << 20)
     integer("max_rows", 32, "Maximum number of completions, or of scored rows, per request.", 1, 1024)
     integer("max_body_bytes", 1 << 20, "Maximum size of a request's body, in bytes.", 1 << 10, 1 << 30)
     integer("max_header_bytes", 16 << 10, "Maximum size of the request line and headers, in bytes.", 1 << 10, 1 << 20)
@@ -93,7 +93,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
     seconds(
         "read_timeout", 10.0, "Seconds within which a client must send the headers, and then the body, of a request."
     )
-    seconds("write_timeout", 30.0, "Seconds in which a client must read the next 256 KB of a response, or its rest.")
+    seconds("write_timeout", 30.0, "Seconds in which a client must read the next 256 KB of a response, or the rest.")
     seconds("unhealthy_after", 60.0, "Seconds that one step of the engine may take before /health reports a stall.")
     seconds("grace", 30.0, "Grace period: seconds to finish accepted requests after SIGTERM.")
 

@@ -1,7 +1,7 @@
 """The end of a process in which a thread is still in C++ code, such as a compiler that takes minutes.
 
 While Python finalizes itself, a thread that returns from C++ to Python is ended, and C++ then aborts the process. The
-process therefore ends before that.
+process therefore exits before Python is finalized.
 """
 
 from __future__ import annotations

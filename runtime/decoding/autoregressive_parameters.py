@@ -73,7 +73,7 @@ class SamplingConfig:
         Seeds(Integer(0, MAX_SEED)),
         "Random seed: one for the batch, or one per row.",
         flag_default="0",
-        flag_help="Separate several by commas; a single row's own seed, as --json prints it, needs one too: 7,",
+        flag_help="Separate several with commas. To repeat one row with the seed that --json prints, add a comma: 7,",
         request_only=True,
     )
     early_stop: bool | None = parameter(

@@ -1,6 +1,6 @@
 """Lossless speculation: a forward pass over each row's canvas and over guesses of the canvases after its next steps.
 
-This is the pass without a cache; :mod:`runtime.decoding.drafted_windows` has that with one.
+This is the pass without a cache; the one with a cache is in :mod:`runtime.decoding.drafted_windows`.
 
 A step depends on the model's outputs for one canvas. A pass computes the outputs for K + 1 canvases of each row: its
 own, and K drafts. The first step reads the outputs of the row's own canvas. If the canvas that it makes is among those

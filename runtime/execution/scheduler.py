@@ -1,7 +1,7 @@
 """Continuous batching: rows of requests get slots, move between buckets, and give their slots back.
 
-:meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes the outcome. What
-it decides by is in :mod:`runtime.execution.policy`. The scheduler has no threads, clock or devices of its own. Its
+:meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes the outcome. Its
+policy is in :mod:`runtime.execution.policy`. The scheduler has no threads, clock or devices of its own. Its
 decisions do not change the tokens of a row: each row yields the same tokens as in a batch of one, see
 :mod:`runtime.execution.slots`.
 

@@ -9,7 +9,7 @@ Decoding follows ``generate.py`` of JetAstra/SDAR, with these differences:
 * The number of new tokens is an exact limit: the last block is cut. The original returns whole blocks.
 * A row ends as soon as a stop token and everything before it are committed. The original fills the block first.
 * Temperature 0 takes the most probable token. The original divides by the temperature and always draws a token.
-* ``entropy_sum`` is what the original's ``entropy_bounded`` is meant to be. The original fails in it, and sums
+* ``entropy_sum`` does what the original's ``entropy_bounded`` is meant to do. The original fails there, and sums
   entropies over positions instead of the vocabulary.
 """
 
