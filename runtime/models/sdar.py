@@ -11,6 +11,9 @@ Decoding follows ``generate.py`` of JetAstra/SDAR, with these differences:
 * Temperature 0 takes the most probable token. The original divides by the temperature and always draws a token.
 * ``entropy_sum`` does what the original's ``entropy_bounded`` is meant to do. The original fails there, and sums
   entropies over positions instead of the vocabulary.
+
+The block length is ``block_size`` of ``config.json``, or 4. The published settings of checkpoints such as
+SDAR-8B-Chat-b32 set the length in their name, because the original code takes it from the user.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from runtime.models.config import (
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
 _BLOCK_LENGTH = 4
+# Lengths other than 4 that names of published checkpoints end with.
+_LENGTHS_IN_NAMES = (8, 16, 32, 64)
 
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
@@ -67,7 +72,10 @@ SDAR = Family(
     mask_token_id=151669,
     end_token_ids=(151643, 151645),
     end_tokens=qwen3.QWEN3.end_tokens,
-    published=(PublishedSettings("", _PUBLISHED),),
+    published=(
+        *(PublishedSettings(f"-b{length}", _PUBLISHED | {"block_length": length}) for length in _LENGTHS_IN_NAMES),
+        PublishedSettings("", _PUBLISHED),
+    ),
     presets={
         "sdar-8b": dict(qwen3.QWEN3.presets["qwen3-8b"])
         | {"model_type": "sdar", "block_size": _BLOCK_LENGTH, "mask_token_id": 151669, "eos_token_id": 151643}

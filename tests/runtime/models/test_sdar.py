@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import DEMO, open_folder
 from runtime import DiffusionConfig, Engine, InputError
 from runtime.execution.row_request import RowRequest
+from runtime.execution.rows import published_config
 from runtime.models.config import ConfigError
 from runtime.models.families import parse_config
 from runtime.planner.estimate import estimate_workload
@@ -128,6 +129,17 @@ def test_published_lengths_are_an_exact_limit() -> None:
         for new in (1, 3, 13):
             found = own.generate_tokens(ids, mask, own.published(max_new_tokens=new, **changes)).sequences
             np.testing.assert_array_equal(found, longest[:, : 19 + new])
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("SDAR-8B-Chat", 4), ("SDAR-8B-Chat-b8", 8), ("SDAR-8B-Chat-b32", 32), ("sdar-4b-chat-B64", 64)],
+)
+def test_the_block_length_in_a_name(name: str, length: int) -> None:
+    """Published settings of these checkpoints decode blocks of the length that they were trained with."""
+    found = published_config(engine().config, f"JetLM/{name}", max_new_tokens=33)
+    assert isinstance(found, DiffusionConfig)
+    assert (found.block_length, found.attention_block_length, found.steps % length) == (length, length, 0)
 
 
 def test_masks_of_a_prompt_are_filled_with_its_end() -> None:
