@@ -6,6 +6,7 @@ Users specify three axes: ``data``, ``sequence`` and ``tensor``. The JAX mesh ha
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -172,8 +173,8 @@ def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -
       devices: at least ``spec.size`` devices: real ones, those of an AOT topology, or :class:`sharding.topology.Place`.
 
     Raises:
-      MeshError: there are too few devices, ``data`` is not a multiple of the number of slices, or the mesh leaves
-        devices out and the used ones do not form a box of the interconnect.
+      MeshError: there are too few devices, ``data`` is not a multiple of the number of slices, the mesh leaves devices
+        out and the used ones do not form a box of the interconnect, or JAX finds no way to map the axes onto the box.
     """
     if spec.size > len(devices):
         raise MeshError(f"mesh {spec} needs {spec.size} devices, and there are {len(devices)}")
@@ -192,9 +193,20 @@ def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -
             return mesh_utils.create_device_mesh(shape, devices=used, allow_split_physical_axes=True)
         inside, across = (spec.data // len(slices), *shape[1:]), (len(slices), 1, 1, 1)
         return mesh_utils.create_hybrid_device_mesh(inside, across, devices=used, allow_split_physical_axes=True)
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        why = "do not form a box of the interconnect" if len(slices) == 1 else "are not the same box in each slice"
+    # JAX finds no axes for some meshes on a torus with a side of 20 or 28, and fails with a TypeError on some of them.
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise MeshError(
-            f"mesh {spec} cannot be laid out: the first {spec.size} of {len(devices)} chips {why}; a mesh that fits: "
-            f"data={len(devices)}"
+            f"mesh {spec} cannot be laid out: {_why_not(used, len(devices))}; a mesh that fits: data={len(devices)}"
         ) from error
+
+
+def _why_not(used: Sequence[Any], count: int) -> str:
+    """Return why a mesh on these chips, the first of ``count``, cannot be laid out."""
+    inside: dict[int, list[Any]] = {}
+    for device in used:
+        inside.setdefault(getattr(device, "slice_index", 0), []).append(device.coords)
+    boxes = {tuple((np.ptp(coords, axis=0) + 1).tolist()) for coords in inside.values()}
+    if len(boxes) == 1 and all(len(coords) == math.prod(*boxes) for coords in inside.values()):
+        return f"its axes cannot be mapped onto {'x'.join(map(str, *boxes)).removesuffix('x1')} chips"
+    why = "do not form a box of the interconnect" if len(inside) == 1 else "are not the same box in each slice"
+    return f"the first {len(used)} of {count} chips {why}"

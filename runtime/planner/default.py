@@ -14,7 +14,8 @@ from runtime.execution.runner import check_memory, smallest_memory
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout
-from runtime.planner.estimate import candidate_meshes, estimate_workload
+from runtime.planner.candidates import candidate_meshes
+from runtime.planner.estimate import estimate_workload, out_of_memory
 from runtime.planner.workload import Workload
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -65,7 +66,11 @@ def default_mesh(
 
     At a time, a mesh runs :data:`runtime.execution.offline.DEFAULT_SLOTS` rows per ``data`` shard at most. Row lengths
     are not known yet, so a typical length is assumed. If no mesh is estimated to fit, the mesh that needs the least
-    memory is returned; the later check of the weights reports an error if even that does not fit.
+    memory is returned; the later check of the weights reports an error if even that does not fit. If no mesh uses all
+    devices, which belong to one host, it has one device.
+
+    Raises:
+      MeshError: no mesh uses all devices, and they belong to several hosts, each of which takes part.
     """
 
     def slots(data: int) -> int:
@@ -83,6 +88,8 @@ def default_mesh(
     ]
     if fitting := [one for one in found if one.fits]:
         return min(fitting, key=lambda one: (one.seconds / one.workload.batch, one.spec.tensor, one.spec.sequence)).spec
+    if not found and len({device.process_index for device in devices}) > 1:
+        raise MeshError(out_of_memory([], topology))
     return min(found, key=lambda one: one.memory.total).spec if found else MeshSpec()
 
 
@@ -113,7 +120,7 @@ def choose_layout(
       The layout, the dtype, and one sentence about each decision that was made for the caller.
 
     Raises:
-      MeshError: the model cannot be divided over the mesh, or its weights do not fit.
+      MeshError: the model cannot be divided over the mesh, or its weights do not fit; or no mesh can be chosen.
     """
     # The layout is made here if it can be, because that checks the mesh before a device is touched.
     known = None if spec is None or spec.tensor == -1 else model_layout(config, spec, quantization=quantize)

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from runtime.decoding.threshold_search import bits_per_pass, threshold_candidates, threshold_passes
 from runtime.execution.memory import Memory
 from runtime.models.attention import choose_attention
-from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
-from runtime.models.families import weights_class
+from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.splash_blocks import splash_blocks
+from runtime.planner.candidates import candidate_meshes
 from runtime.planner.kernels import (
     GPU_CHOICE,
     GPU_PRODUCTS,
@@ -387,32 +387,6 @@ def estimate_workload(workload: Workload, topology: Topology, spec: MeshSpec) ->
     return found
 
 
-def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
-    """Return the meshes that use all devices, divide the model, and leave no device with only padding to compute."""
-    devices, slices = topology.num_devices, topology.num_slices
-    platform, found = topology.chip.platform, []
-    models = [(workload.config, workload.quantization)]
-    if workload.draft is not None:
-        models.append((workload.draft.config, workload.draft.quantization))
-    divisors = [tensor_sizes(model, weights_class(model), devices // slices, how) for model, how in models]
-    sizes = [size for size in divisors[0] if all(size in found for found in divisors)]
-    most = workload.batch * (1 + workload.draft_steps if workload.divides_drafts else 1)
-    for tensor in sizes:
-        if devices % tensor:
-            continue
-        rest = devices // tensor
-        for data in (count for count in range(1, rest + 1) if rest % count == 0):
-            if data % slices or data > max(most, slices):
-                continue
-            spec = MeshSpec(data=data, sequence=rest // data, tensor=tensor)
-            layout = workload.layout(spec)
-            tokens = workload.prompt + workload.new_tokens
-            if spec.sequence > 1 and workload.canvas(layout, platform) > max(512, 2 * tokens):
-                continue
-            found.append(spec)
-    return found
-
-
 def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[Estimate]]:
     """Estimate all candidate meshes of a topology.
 
@@ -445,6 +419,9 @@ def shortage(found: Estimate) -> str:
 def out_of_memory(estimates: Sequence[Estimate], topology: Topology) -> str:
     """Return a message that no mesh fits, with the shortage of the mesh that needs the least memory."""
     if not estimates:
-        return f"model and batch cannot be divided over any mesh of all {topology.num_devices} devices of {topology}"
+        return (
+            f"model and batch cannot be divided over any mesh of all {topology.num_devices} devices that can be laid "
+            f"out on {topology}; a mesh that pads the batch: data={topology.num_devices}"
+        )
     closest = min(estimates, key=lambda one: one.memory.total)
     return f"no mesh of {topology} fits. The mesh that comes closest: {shortage(closest)}"

@@ -16,6 +16,7 @@ from runtime.planner.presets import PRESETS
 from runtime.planner.workload import Workload
 from sharding.errors import OutOfMemoryError
 from sharding.mesh import MeshSpec
+from tests.unmapped_axes import refuse
 
 README = Path(__file__).parents[2] / "README.md"
 CLUSTERS = README.parent / "launch" / "cluster" / "README.md"
@@ -360,6 +361,24 @@ def test_machines_that_a_mesh_cannot_be_laid_over_are_named(capsys: pytest.Captu
     verdicts = {one["topology"]: one["verdict"] for one in found["plans"]}
     assert "needs 8 devices, and there are 4" in verdicts["v5e:2x2"]
     assert "needs 8 devices" not in verdicts["8xh100"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--mesh=tensor=8"], "its axes cannot be mapped onto 2x4 chips; a mesh that fits: data=8"),
+        ([], "model and batch cannot be divided over any mesh of all 8 devices that can be laid out on v5e:2x4"),
+    ],
+)
+def test_a_slice_that_meshes_cannot_be_laid_over(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, lambda shape: shape[0] == 1)
+    assert "data=8,sequence=1,tensor=1" in run(capsys, "--topology=v5e:2x4", "--batch=8")
+    with pytest.raises(SystemExit) as caught:
+        run(capsys, "--topology=v5e:2x4", "--batch=1", *arguments)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from sharding.heads import HeadLayout
 from sharding.links import Wiring
 from sharding.mesh import MeshSpec, arrange_devices, build_mesh, has_reduce_scatter
 from sharding.topology import CHIPS, parse_topology, places
+from tests.unmapped_axes import refuse
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,31 @@ def test_places_are_arranged_as_the_devices_are(text: str, mesh: str) -> None:
     for place, device in zip(ours.flat, theirs.flat, strict=True):
         assert (place.coords, place.slice_index) == (tuple(device.coords), getattr(device, "slice_index", 0))
         assert place.device_kind == device.device_kind
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "error", "why"),
+    [
+        ("v4:4x4x20", "data=10,sequence=8,tensor=4", ValueError(), "its axes cannot be mapped onto 4x4x20 chips"),
+        ("v5p:4x8x28", "data=14,sequence=8,tensor=8", None, "its axes cannot be mapped onto 4x8x28 chips"),
+        ("2xv4:4x4x20", "data=20,sequence=8,tensor=4", None, "its axes cannot be mapped onto 4x4x20 chips"),
+        ("v5e:4x4", "data=2,tensor=4", None, "its axes cannot be mapped onto 4x2 chips"),
+        ("v5e:4x4", "data=2,tensor=3", None, "the first 6 of 16 chips do not form a box of the interconnect"),
+        ("2xv5e:2x2", "data=2,tensor=3", None, "the first 6 of 8 chips are not the same box in each slice"),
+    ],
+)
+def test_why_a_mesh_cannot_be_laid_out(
+    text: str, mesh: str, error: Exception | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chips, spec = places(parse_topology(text)), MeshSpec.parse(mesh)
+    heads = HeadLayout.for_tensor(spec.tensor, spec.tensor, spec.tensor)
+    if "axes" in why:
+        refuse(monkeypatch, lambda shape: shape[2] > 1, error)
+    says = f"mesh {spec} cannot be laid out: {why}; a mesh that fits: data={len(chips)}"
+    with pytest.raises(MeshError, match=f"^{says}$") as caught:
+        arrange_devices(spec, heads, chips)
+    other = MeshSpec.parse(str(caught.value).rsplit(": ", 1)[1])
+    assert arrange_devices(other, HeadLayout.for_tensor(1, 1, 1), chips).size == len(chips)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,12 +10,41 @@ import pytest
 
 from checkpoints import DEMO, open_folder
 from runtime.models import declarations
-from runtime.models.families import parse_config
+from runtime.models.families import model_layout, parse_config
 from runtime.planner import default
-from runtime.planner.default import choose_layout
+from runtime.planner.default import choose_layout, default_mesh
+from runtime.planner.presets import preset
 from sharding.errors import MeshError
-from sharding.mesh import MeshSpec
+from sharding.mesh import MeshSpec, arrange_devices
+from sharding.topology import parse_topology, places
 from sharding.validate import check_mesh
+from tests.unmapped_axes import refuse
+
+
+def attached(topology: str) -> list[Any]:
+    """Return stand-ins for the devices of a machine."""
+    return [
+        SimpleNamespace(**vars(one), memory_stats=lambda: {"bytes_limit": 90 << 30})
+        for one in places(parse_topology(topology))
+    ]
+
+
+@pytest.mark.parametrize(("text", "rows"), [("v5p:4x8x20", 8), ("v5p:4x8x28", 8), ("v5p:4x8x28", 64)])
+def test_a_mesh_that_cannot_be_laid_out_is_not_chosen(text: str, rows: int) -> None:
+    """JAX 0.10 maps only some meshes onto a torus with a side of 20 or 28."""
+    model, devices = preset("diffucoder-7b"), attached(text)
+    spec = default_mesh(model, devices, "bfloat16", rows)
+    assert arrange_devices(spec, model_layout(model, spec).heads, devices).size == len(devices)
+
+
+def test_hosts_without_a_mesh_for_all_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take part. One host alone can leave devices idle."""
+    model = preset("diffucoder-7b")
+    refuse(monkeypatch, lambda shape: True)
+    says = "cannot be divided over any mesh of all 16 devices that can be laid out on v5e:4x4; .*: data=16"
+    with pytest.raises(MeshError, match=says):
+        choose_layout(model, None, attached("v5e:4x4"), "bfloat16")
+    assert default_mesh(model, attached("v5e:2x4"), "bfloat16", 1) == MeshSpec()
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ import pytest
 
 from runtime.models.families import model_layout
 from runtime.planner import traffic
+from runtime.planner.candidates import candidate_meshes
 from runtime.planner.default import default_mesh, topology_of
-from runtime.planner.estimate import candidate_meshes, estimate_workload, out_of_memory, rank
+from runtime.planner.estimate import estimate_workload, out_of_memory, rank
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
 from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, parse_topology, places
+from tests.unmapped_axes import refuse
 
 MODEL = preset("diffucoder-7b")
 
@@ -53,6 +55,32 @@ def test_out_of_memory_names_tensors_and_help() -> None:
     text = out_of_memory(others, tiny)
     assert "weights" in text
     assert "What would help: a larger tensor axis" in text
+
+
+def test_meshes_that_cannot_be_laid_out_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, topology = Workload(MODEL, batch=8), parse_topology("v5p:2x2x2")
+    every = candidate_meshes(workload, topology)
+    refuse(monkeypatch, lambda shape: shape[1] > 1)
+    left = [spec for spec in every if spec.sequence == 1]
+    assert candidate_meshes(workload, topology) == left != every
+    fitting, others = rank(workload, topology)
+    assert {one.spec for one in fitting + others} == set(left)
+    refuse(monkeypatch, lambda shape: True)
+    assert rank(workload, topology) == ([], [])
+
+
+@pytest.mark.parametrize("text", ["v4:4x4x20", "v5p:4x8x28"])
+def test_a_torus_on_which_jax_cannot_map_every_mesh(text: str) -> None:
+    """JAX 0.10 fails for some meshes if a side is 20 or 28."""
+    fitting, _ = rank(Workload(MODEL, batch=64), parse_topology(text))
+    assert len(fitting) > 5
+
+
+def test_a_mesh_is_named_if_there_is_none_to_choose() -> None:
+    topology = parse_topology("v5p:4x8x28")
+    message = out_of_memory([], topology)
+    assert "cannot be divided over any mesh of all 896 devices that can be laid out" in message
+    assert estimate_workload(Workload(MODEL), topology, MeshSpec.parse(message.rsplit(": ", 1)[1])).fits
 
 
 def test_only_data_crosses_slices() -> None:

@@ -13,7 +13,8 @@ from runtime.execution.rows import check_kind
 from runtime.models.config import PublishedSettings
 from runtime.models.families import model_layout
 from runtime.models.kv_cache import cache_bytes_per_device
-from runtime.planner.estimate import candidate_meshes, estimate_workload
+from runtime.planner.candidates import candidate_meshes
+from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
 from sharding.errors import InputError
