@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launch.plans.topology_plan import TopologyPlan
 from launch.process.destinations import check_writable
-from runtime import InputError
+from runtime import InputError, replace_file
 from runtime.planner import Estimate, Workload
 
 if TYPE_CHECKING:
@@ -40,15 +41,17 @@ def check_plot(path: str) -> None:
 def plot_plans(
     path: str, name: str, workload: Workload, plans: Sequence[TopologyPlan], price: float | None = None
 ) -> None:
-    """Draw every mesh of every plan, after :func:`check_plot`.
+    """Draw every mesh of every plan into a file, which is replaced in one step, after :func:`check_plot`.
 
     Raises:
       InputError: the file cannot be written.
     """
+    target, picture = Path(path), io.BytesIO()
+    draw_plans(name, workload, plans, price).savefig(picture, format=target.suffix[1:].lower(), dpi=150)
     try:
-        draw_plans(name, workload, plans, price).savefig(path, dpi=150)
+        replace_file(target, [picture.getbuffer()])
     except OSError as error:
-        raise InputError(f"--plot={path}: {error}") from error
+        raise InputError(f"--plot={path}: cannot be written ({error.strerror or error})") from error
 
 
 def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], price: float | None = None) -> Figure:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,12 @@ import pytest
 from launch import plan
 from tests.figures import assert_texts_are_apart, captured
 from tests.launch.test_plan import HERE, run
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test in an empty folder, because commands write ``plan.png``."""
+    monkeypatch.chdir(tmp_path)
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -28,10 +36,33 @@ def numbers(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "start"), [("plan.png", b"\x89PNG"), ("plan.SVG", b"<?xml"), ("plan.pdf", b"%PDF")])
+def test_a_plot(name: str, start: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run(capsys, "--topology=v5e:2x4", f"--plot={tmp_path / 'plan.png'}")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    run(capsys, "--topology=v5e:2x2", f"--plot={tmp_path / name}")
+    assert (tmp_path / name).read_bytes().startswith(start)
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+
+
+def test_an_old_plot_stays_if_the_new_one_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is there a part of the new one."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    path.write_bytes(b"old")
+
+    def full(file: int) -> None:
+        assert path.read_bytes() == b"old", "the new picture is in another file until it is complete"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit) as caught:
+        run(capsys, "--topology=v5e:2x2", f"--plot={path}")
+    assert caught.value.code == 2
+    assert f"--plot={path}: cannot be written (No space left on device)\n" in capsys.readouterr().err
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_plot_names_every_mesh_of_a_machine(
