@@ -74,7 +74,7 @@ def check_mesh(
 
     Raises:
       MeshError: a dimension is not divisible. The message names the tensor, the dimension, its size and the mesh axis,
-        and the mesh that works with the largest smaller tensor axis.
+        and the mesh that works with the largest smaller tensor axis, with the number of devices that it needs.
     """
     problems = mesh_problems(shapes, spec, num_heads, num_kv_heads)
     if not problems:
@@ -85,5 +85,13 @@ def check_mesh(
     suggestion = replace(spec, tensor=working[-1])
     raise MeshError(
         f"the model cannot be divided over mesh {spec}: {'; '.join(problems)}. "
-        f"A mesh that works: {suggestion}{otherwise}"
+        f"A mesh that works on {_needed_devices(suggestion)}: {suggestion}{otherwise}"
     )
+
+
+def _needed_devices(spec: MeshSpec) -> str:
+    """Return how many devices a mesh needs, in words. How many there are is not known before they are used."""
+    count = abs(spec.size)
+    if -1 in (spec.data, spec.sequence, spec.tensor):
+        return "any number of devices" if count == 1 else f"a multiple of {count} devices"
+    return "1 device" if count == 1 else f"{count} devices"

@@ -161,7 +161,7 @@ def test_small_tensors_are_loaded_without_compiling_a_program(
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
-        ("tensor=3", ["tensor=3", "512", "A mesh that works"]),
+        ("tensor=3", ["tensor=3", "512", "A mesh that works on 2 devices: data=1,sequence=1,tensor=2"]),
         ("tensor=5", ["tensor=5"]),
         ("tensor=32", ["32 devices", "16"]),
         ("data=17", ["17 devices", "16"]),

@@ -116,6 +116,28 @@ def test_a_mesh_that_works_does_work() -> None:
             assert 1 <= suggestion.tensor < tensor
 
 
+@pytest.mark.parametrize(
+    ("mesh", "needs"),
+    [
+        ("tensor=3", "on 2 devices: data=1,sequence=1,tensor=2"),
+        ("data=4,sequence=2,tensor=3", "on 16 devices: data=4,sequence=2,tensor=2"),
+        ("data=-1,tensor=3", "on a multiple of 2 devices: data=-1,sequence=1,tensor=2"),
+    ],
+)
+def test_a_mesh_that_works_says_how_many_devices_it_needs(mesh: str, needs: str) -> None:
+    """There may be fewer: devices are not used before the mesh is known to work."""
+    with pytest.raises(MeshError, match=rf"\. A mesh that works {needs}$"):
+        check_mesh(SHAPES, MeshSpec.parse(mesh), 28, 4)
+
+
+def test_a_mesh_of_one_device_that_works() -> None:
+    odd = [NamedShape("mlp.up_proj", ("embed", "mlp"), (3584, 18945))]
+    with pytest.raises(MeshError, match=r"works on 1 device: data=1,sequence=1,tensor=1$"):
+        check_mesh(odd, MeshSpec(tensor=2), 28, 4)
+    with pytest.raises(MeshError, match=r"works on any number of devices: data=-1,sequence=1,tensor=1$"):
+        check_mesh(odd, MeshSpec(data=-1, tensor=2), 28, 4)
+
+
 def test_build_mesh() -> None:
     mesh = build_mesh(MeshSpec(data=2, tensor=8), HeadLayout.for_tensor(28, 4, 8), jax.devices())
     assert dict(mesh.shape) == {"data": 2, "sequence": 1, "kv": 4, "group": 2}
