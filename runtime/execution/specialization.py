@@ -174,7 +174,9 @@ def program_key(runner: Runner, config: DiffusionConfig | SamplingConfig, width:
         return decode_program(config, model.vocab_size, draft=draft), config.use_cache
     chunk = runner.chunk(runner.layout.spec.data, width)
     program = denoise_program(config, model, str(runner.dtype), chunk=chunk, width=width, span=width)
-    return program, config.cache
+    # Windows are compiled for one block length, but follow from it only up to a factor of two.
+    length = None if config.cache == "none" else block_schedule(config, width)[0]
+    return program, config.cache, length
 
 
 def generalized(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:

@@ -14,6 +14,7 @@ import transformers
 from runtime import DiffusionConfig, Engine, InputError, OfflineScheduler, RowRequest, RowResult, SamplingConfig
 from runtime.execution import generation, offline, row_feed
 from runtime.execution.runner import Runner
+from runtime.execution.specialization import program_key
 from tests import golden_cases
 from tests.runtime.decoding.test_autoregressive import torch_model
 
@@ -280,6 +281,15 @@ def test_a_request_that_cannot_be_generated_is_named() -> None:
     with pytest.raises(InputError, match=r"request 1: .* the\s+model allows") as found:
         engine.scheduler(asked)
     assert found.value.field == "max_new_tokens"
+
+
+def test_rows_of_different_block_lengths_share_slots_only_without_a_cache() -> None:
+    """Halving a canvas of 192 gives the windows of both lengths, but a refresh computes outputs for one block alone."""
+    runner = golden_cases.engine("tensor=1").runner
+    base = BASE.replace(max_new_tokens=60, steps=60)
+    for cache, keys in (("none", 1), ("prefix", 2), ("dual", 2)):
+        configs = [base.replace(cache=cache, block_length=length) for length in (24, 45)]
+        assert len({program_key(runner, config, 192) for config in configs}) == keys, cache
 
 
 def test_what_rows_have_in_common_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
