@@ -172,7 +172,8 @@ def _diffusion_config(
         if model.family.variable_length:
             fixed = {one.name for one in declared_parameters(DiffusionConfig) if one.variable_length is False}
             said = {name: value for name, value in said.items() if name not in fixed}
-        defaults = DiffusionConfig.published_for(model.family, folder.model_names, max_new_tokens=_NEW_TOKENS)
+        asked = {"max_new_tokens": _NEW_TOKENS} | said | given
+        defaults = DiffusionConfig.published_for(model.family, folder.model_names, **asked)
     elif values.preset == FAST_DLLM:
         defaults = DiffusionConfig.fast_dllm(_NEW_TOKENS)
     fields = said | given

@@ -23,7 +23,7 @@ from runtime.decoding.early_stop import MAX_STOP_TOKENS as MAX_STOP_TOKENS
 from runtime.decoding.early_stop import decide_early_stop
 from runtime.decoding.kinds import Boolean, Choice, Integer, IntegerOrWord, Real, Requirement
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
-from runtime.decoding.schema import exposed_parameters, parameter, same_as, validate
+from runtime.decoding.schema import change_settings, exposed_parameters, parameter, same_as, validate
 from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, BLOCK_RULES, Family
 from runtime.models.dream import DREAM
 
@@ -417,12 +417,12 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
-        All families publish one step per token; for a loaded model, :meth:`runtime.Engine.published` counts the tokens
-        of whole blocks where the family does so. Parameters that the family's record does not set have the defaults of
-        this class. An empty name stands for base models.
+        All publish one step per token; for a loaded model, :meth:`runtime.Engine.published` counts the tokens of whole
+        blocks where the family does so. Parameters that it does not set have defaults. No name means base models.
         """
-        lengths = {"max_new_tokens": max_new_tokens, "steps": one_step_per_token(max_new_tokens)}
-        return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
+        new = Integer(0, MAX_NEW_TOKENS).read("max_new_tokens", max_new_tokens)
+        lengths = {"max_new_tokens": new} | ({} if family.variable_length else {"steps": one_step_per_token(new)})
+        return change_settings(cls(**(family.published_settings(checkpoint_name) | lengths)), overrides)
 
     @classmethod
     def fast_dllm(cls, max_new_tokens: int = 256, **overrides: Any) -> DiffusionConfig:

@@ -11,12 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from runtime.decoding.kinds import Kind, ParameterError, Requirement, Seeds, wrong_value
 from runtime.models.config import Family
 
 _KEY = "parameter"
+ConfigT = TypeVar("ConfigT", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,25 @@ def _check_requirements(one: Parameter, config: Any, when_given: bool) -> None:
     for requirement in one.requires:
         if requirement.when_given == when_given and not requirement.met(config):
             raise ParameterError(one.name, "requires", requirement)
+
+
+def change_settings(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
+    """Return a copy of a configuration with these fields changed.
+
+    Parameters that the changes do not name, and that have no effect with one of the new values, get their defaults:
+    published settings with a threshold can be changed to a rule without one.
+
+    Raises:
+      ParameterError: a value has the wrong type, is out of bounds, or conflicts with another parameter.
+    """
+    idle = {
+        one.name: one.default
+        for one in declared_parameters(type(config))
+        for needed in one.requires
+        if needed.field in changes and needed.values is not None and not needed.when_given
+        if changes[needed.field] not in needed.values
+    }
+    return dataclasses.replace(config, **(idle | dict(changes)))
 
 
 def dependents(config: type, name: str) -> Sequence[Parameter]:

@@ -59,7 +59,7 @@ class RowRequest:
     def rows(self) -> Rows:
         """The prompt as a batch of one row."""
         tokens = np.array([self.tokens], np.int32)
-        return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens, [self.suffix] if self.suffix else ())
+        return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens, [self.suffix] if len(self.suffix) else ())
 
 
 def first_position(request: RowRequest, model: ModelConfig) -> int:

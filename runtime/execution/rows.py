@@ -22,6 +22,7 @@ from sharding.errors import InputError
 ConfigT = TypeVar("ConfigT", DiffusionConfig, SamplingConfig, DiffusionConfig | SamplingConfig)
 
 MAX_SAMPLES = 1 << 16
+_SEED = Integer(0, (1 << 64) - 1)
 
 # Canvas lengths are rounded up to multiples of at least this number. Above 256, rounding adds at most a quarter.
 MIN_BUCKET = 64
@@ -74,8 +75,14 @@ def bucket_length(length: int, multiple: int = 1) -> int:
 
 
 def default_config(model: ModelConfig) -> DiffusionConfig | SamplingConfig:
-    """Return the default decoding parameters of a model."""
-    return config_kind(model)()
+    """Return the default decoding parameters of a model.
+
+    Families that do not have the default algorithm of :class:`DiffusionConfig` get the first that they have.
+    """
+    if model.objective == "autoregressive":
+        return SamplingConfig()
+    config, offered = DiffusionConfig(), model.family.algorithms
+    return config if config.algorithm in offered else config.replace(algorithm=offered[0])
 
 
 def config_kind(model: ModelConfig) -> type[DiffusionConfig | SamplingConfig]:
@@ -84,16 +91,18 @@ def config_kind(model: ModelConfig) -> type[DiffusionConfig | SamplingConfig]:
 
 
 def with_model_blocks(config: ConfigT, model: ModelConfig) -> ConfigT:
-    """Set what depends on the model: the block length of block-causal attention, and ``variable_length``.
+    """Set what depends on the model alone: the block length of block-causal attention, and ``variable_length``.
 
     The block length is the configuration's own, or the model's if it has none.
     """
-    if isinstance(config, DiffusionConfig) and model.family.variable_length:
-        return config.replace(variable_length=True)
-    if not isinstance(config, DiffusionConfig) or not model.family.block_causal:
+    if not isinstance(config, DiffusionConfig):
         return config
-    length = config.block_length or model.attention_block_length
-    return config.replace(block_length=length, attention_block_length=length)
+    own: dict[str, Any] = {"variable_length": model.family.variable_length, "attention_block_length": 0}
+    if model.family.block_causal:
+        length = config.block_length or model.attention_block_length
+        own |= {"block_length": length, "attention_block_length": length}
+    same = all(getattr(config, name) == value for name, value in own.items())
+    return config if same else config.replace(**own)
 
 
 def default_steps(model: ModelConfig, new_tokens: int, block_length: int | None = None) -> int:
@@ -119,7 +128,7 @@ def published_config(model: ModelConfig, checkpoint_name: str, **overrides: Any)
       ParameterError: an override has a wrong value, or conflicts with another parameter.
     """
     found = with_model_blocks(config_kind(model).published_for(model.family, checkpoint_name, **overrides), model)
-    if isinstance(found, SamplingConfig) or "steps" in overrides:
+    if isinstance(found, SamplingConfig) or found.variable_length or "steps" in overrides:
         return found
     return found.replace(steps=default_steps(model, found.max_new_tokens, found.block_length))
 
@@ -247,7 +256,7 @@ def check_row(
       InputError: as in :func:`check_request`.
     """
     fits = request.max_new_tokens > 0 and canvas_length(len(tokens), request) <= config.max_positions
-    if suffix or config.family.variable_length or not fits:
+    if len(suffix) or config.family.variable_length or not fits:
         check_request(RowRequest(tokens, request, 0, suffix).rows, config, request)
 
 
@@ -255,23 +264,24 @@ def check_tokens(tokens: Sequence[int], seed: int, config: ModelConfig) -> None:
     """Check the tokens and the seed of a row that a caller made.
 
     Raises:
-      InputError: there is no token, an id is outside the vocabulary, or the seed is out of range.
+      InputError: there is no token, an id is not in the vocabulary, or the seed is not in its range.
     """
     if not len(tokens):
         raise InputError("the prompt has no token")
     check_ids(tokens, config)
-    if not 0 <= seed < 1 << 64:
-        raise InputError(f"seed is {seed}; expected an integer from 0 to 2**64 - 1", field="seed")
+    _SEED.read("seed", seed)
 
 
-def check_ids(tokens: Sequence[int], config: ModelConfig, field: str | None = None) -> None:
+def check_ids(tokens: Sequence[Any], config: ModelConfig, field: str | None = None) -> None:
     """Check that the model knows all tokens of a row, which may be empty. A tokenizer can have more than the model.
 
     Raises:
-      InputError: an id is outside the vocabulary; ``field`` is its field.
+      InputError: an id is not an integer or outside the vocabulary; ``field`` is its field.
     """
     for token in (min(tokens), max(tokens)) if len(tokens) else ():
-        if not 0 <= token < config.vocab_size:
+        if not isinstance(token, numbers.Integral):
+            raise InputError(f"token id {token!r:.100} is not an integer", field=field)
+        if not 0 <= int(token) < config.vocab_size:
             raise InputError(f"token id {token} is outside the vocabulary of {config.vocab_size}", field=field)
 
 

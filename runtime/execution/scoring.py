@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from runtime.decoding.kinds import Real
+from runtime.decoding.kinds import Integer, Real
 from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE
 from runtime.execution.left_padding import Rows, end_align, read_rows
 from runtime.execution.programs import lower_hidden, lower_logits, lower_score, put, shapes_of
@@ -92,8 +92,7 @@ def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) 
     if block_length is not None:
         if not model.family.block_causal:
             raise InputError(f"block_length is not available for {model.family.name} models", field="block_length")
-        if isinstance(block_length, bool) or not 1 <= block_length <= MAX_BLOCK_LENGTH:
-            raise InputError(f"block_length is {block_length}; expected 1 to {MAX_BLOCK_LENGTH}", field="block_length")
+        Integer(1, MAX_BLOCK_LENGTH).read("block_length", block_length)
     out = np.zeros((*rows.original.shape, runner.layout.config.vocab_size), np.float32)
     bucket = runner.bucket(rows.tokens.shape[1])
     size = runner.batch_size(len(rows.lengths), bucket)

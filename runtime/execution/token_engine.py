@@ -42,6 +42,7 @@ from runtime.models.placement import place_weights
 from sharding.errors import InputError
 
 GenerationConfig = DiffusionConfig | SamplingConfig
+_SLOTS = Integer(1, 1 << 30)
 
 
 class TokenEngine:
@@ -144,8 +145,9 @@ class TokenEngine:
         Args:
           input_ids: integers ``[B, S]``. A diffusion model also fills mask tokens in a prompt.
           attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
-          config: decoding parameters; by default ``DiffusionConfig()`` (exact decoding) or ``SamplingConfig()``. Unless
-            ``early_stop`` is set, only ``stop_token_ids`` stop a row.
+          config: decoding parameters; by default ``SamplingConfig()``, or ``DiffusionConfig()`` (exact decoding), with
+            the first algorithm of families without ``origin``. Unless ``early_stop`` is set, only ``stop_token_ids``
+            stop a row.
           history: return the canvas after each step (diffusion).
           num_return_sequences: number of samples per prompt, adjacent in the result.
           tokens_hook: ``hook(step, canvas, logits)``, called before the first step with step None and after each step;
@@ -223,6 +225,8 @@ class TokenEngine:
           InputError: a request is invalid for this model, or there is not one stop test per request.
         """
         check_stop_tests(stop_tests, len(requests))
+        if slots is not None:
+            _SLOTS.read("slots", slots)
         # There may be millions of requests, but they share few configuration objects, so each is checked once.
         configs: dict[int, GenerationConfig] = {}
         decided = []

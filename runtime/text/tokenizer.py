@@ -376,6 +376,8 @@ def encode_prompts(
     suffixes = [suffixes] if isinstance(suffixes, str) else suffixes or [""] * len(prompts)
     if len(suffixes) != len(prompts) or not all(isinstance(text, str) for text in suffixes):
         raise InputError(f"suffixes: expected a string for each of the {len(prompts)} prompts", field="suffix")
+    if broken := [number for number, text in enumerate(suffixes) if _LONE_SURROGATE.search(text)]:
+        raise InputError(f"suffix {broken[0]} is not valid UTF-8", field="suffix")
     texts = zip(encoded, map(tokenizer.encode, suffixes), strict=True)
     placed = [place_suffix(tokenizer, model, prompt, suffix, chat=chat) for prompt, suffix in texts]
     for number, (row, after) in enumerate(placed):

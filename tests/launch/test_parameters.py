@@ -29,6 +29,7 @@ from runtime.decoding.kinds import Boolean, Choice
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import Parameter, declared_parameters
 from runtime.models.families import parse_config
+from runtime.planner.presets import preset
 from sharding.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +179,9 @@ def test_an_autoregressive_model_has_cache_none_everywhere() -> None:
 
 def test_a_request_may_name_drafts_where_there_are_none() -> None:
     """The value is an upper bound, so it is ignored where a pass has no drafts. Its own bounds are checked."""
-    growing = dataclasses.replace(defaults(), config=DiffusionConfig(8, variable_length=True))
+    growing = dataclasses.replace(
+        defaults(), config=DiffusionConfig(8, variable_length=True), model=preset("dreamon-7b")
+    )
     assert read_config({"draft_steps": 3}, growing) == growing.config
     with pytest.raises(InputError, match="draft_steps is 64; expected an integer from 0 to 63"):
         read_config({"draft_steps": 64}, growing)
@@ -206,7 +209,8 @@ def test_drafts_by_a_number_or_auto() -> None:
     assert of_flags("--draft_steps=auto").draft_steps == "auto"
     assert of_flags("--draft_steps=12").draft_steps == 12
     assert read_config({"draft_steps": "auto"}, defaults()).draft_steps == "auto"
-    assert read_config({"draft_steps": "auto"}, dataclasses.replace(defaults(), config=growing)) == growing
+    own_defaults = dataclasses.replace(defaults(), config=growing, model=preset("dreamon-7b"))
+    assert read_config({"draft_steps": "auto"}, own_defaults) == growing
     assert can_run(DiffusionConfig(draft_steps="auto"), DiffusionConfig(draft_steps=3))
     for kind in (CompletionBody, ChatBody):
         own: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatBody else {"prompt": "a"}

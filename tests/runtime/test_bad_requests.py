@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkpoints import CheckpointError
-from runtime import DiffusionConfig, Engine
+from runtime import DiffusionConfig, Engine, RowRequest
 from sharding.errors import InputError
 from tests import golden_cases
 from tests.runtime.engine_rows import GREEDY, MASK, SAMPLED, VOCAB, WIDTH, rows
@@ -108,6 +108,42 @@ def test_bad_configs(name: str) -> None:
         DiffusionConfig(**changes)
     with pytest.raises(InputError, match=f"(?s){message}"):
         DiffusionConfig().replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": [1.7, 2.2]}, r"request 0: token id 1\.7 is not an integer"),
+        ({"tokens": ["1"]}, "request 0: token id '1' is not an integer"),
+        ({"suffix": [1, 2.5]}, r"request 0: token id 2\.5 is not an integer"),
+        ({"seed": 1.5}, r"request 0: seed is 1\.5; expected an integer from 0"),
+        ({"seed": -1}, "request 0: seed is -1"),
+    ],
+)
+def test_bad_rows_of_a_scheduler(changes: dict[str, Any], message: str) -> None:
+    row: dict[str, Any] = {"tokens": [1, 2], "config": DiffusionConfig(4, steps=4), "seed": 0} | changes
+    with pytest.raises(InputError, match=message):
+        golden_cases.engine().scheduler([RowRequest(**row)])
+
+
+@pytest.mark.parametrize("slots", [0, -1, 2.5, True])
+def test_bad_numbers_of_slots(slots: Any) -> None:
+    with pytest.raises(InputError, match=r"slots is .*; expected an integer from 1"):
+        golden_cases.engine().scheduler([RowRequest([1], DiffusionConfig(4, steps=4), 0)], slots)
+
+
+def test_rows_of_arrays_are_rows_of_lists() -> None:
+    engine, config = golden_cases.engine(), DiffusionConfig(4, steps=4, algorithm="entropy")
+    given: list[Any] = [([1, 2, 3], [4]), (np.array([1, 2, 3]), np.array([4]))]
+    made = [engine.scheduler([RowRequest(prompt, config, 0, suffix)]) for prompt, suffix in given]
+    found = [[result.sequence.tolist() for results in one.run() for result in results] for one in made]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("new", ["64", None, -1, 2.5])
+def test_bad_lengths_of_published_settings(new: Any) -> None:
+    with pytest.raises(InputError, match=f"max_new_tokens is {new!r}"):
+        golden_cases.engine().published(max_new_tokens=new)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

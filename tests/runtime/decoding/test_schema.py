@@ -22,7 +22,7 @@ from runtime.decoding.kinds import (
     TokenIds,
 )
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
-from runtime.decoding.schema import check_given, declared_parameters, dependents
+from runtime.decoding.schema import change_settings, check_given, declared_parameters, dependents
 from runtime.execution.specialization import generalized
 
 KINDS: list[tuple[Any, list[Any], list[Any]]] = [
@@ -155,6 +155,16 @@ def test_requirements_name_parameters_and_their_values() -> None:
         "cfg_scale",
         "draft_axis",
     ]
+
+
+def test_settings_that_belong_to_a_replaced_value_go_with_it() -> None:
+    config = DiffusionConfig(cache="dual", refresh_interval=3, parallel="threshold", threshold=0.5)
+    assert change_settings(config, {"cache": "dual", "steps": 7}) == config.replace(steps=7)
+    assert change_settings(config, {"cache": "prefix"}) == config.replace(cache="prefix")
+    assert change_settings(config, {"cache": "none"}) == DiffusionConfig(parallel="threshold", threshold=0.5)
+    assert change_settings(config, {"cache": "none", "parallel": "none"}) == DiffusionConfig()
+    with pytest.raises(ParameterError, match="threshold requires"):
+        change_settings(config, {"parallel": "none", "threshold": 0.7})
 
 
 def test_defaults_are_values_and_names_are_unique() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from checkpoints import DEMO, open_folder
 from runtime import DiffusionConfig, Engine, InputError, TextTokenizer, end_tokens, place_suffix
+from runtime.execution.rows import check_kind, default_config, with_model_blocks
 from runtime.execution.scoring import gather_logits, shifted_logits
 from runtime.models.config import ConfigError, Family, transformer_config
 from runtime.models.declarations import ModelLayout
@@ -78,11 +79,30 @@ def test_published_settings_are_those_of_the_record_alone() -> None:
     for family in FAMILIES:
         if family.objective == "masked_diffusion":
             found = DiffusionConfig.published_for(family, "", max_new_tokens=64)
-            assert found == DiffusionConfig(64, steps=64, **family.published_settings(""))
+            # A canvas of variable length has no number of steps.
+            steps = {} if family.variable_length else {"steps": 64}
+            assert found == DiffusionConfig(64, **steps, **family.published_settings(""))
             assert found.algorithm in family.algorithms
             assert DiffusionConfig.published_for(family, "", steps=3, top_p=0.5).replace(
                 steps=256, top_p=found.top_p
             ) == (found.replace(max_new_tokens=256, steps=256))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_default_configuration_suits_its_model(name: str) -> None:
+    model = preset(name)
+    check_kind(model, with_model_blocks(default_config(model), model))
+
+
+@pytest.mark.parametrize("name", ["diffucoder-7b", "llada-8b", "sdar-8b", "dreamon-7b"])
+@pytest.mark.parametrize("source", ["diffucoder-7b", "sdar-8b", "dreamon-7b"])
+def test_a_configuration_of_another_model_has_what_depends_on_this_one(source: str, name: str) -> None:
+    model = preset(name)
+    config = with_model_blocks(default_config(preset(source)), preset(source))
+    found = with_model_blocks(config, model)
+    assert isinstance(found, DiffusionConfig)
+    assert found.variable_length == model.family.variable_length
+    assert bool(found.attention_block_length) == model.family.block_causal
 
 
 def test_a_mask_token_is_the_configurations_or_the_familys() -> None:

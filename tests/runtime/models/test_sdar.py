@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO, open_folder
+from launch.flags.decoding import decoding_config
 from runtime import DiffusionConfig, Engine, InputError
 from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import published_config
@@ -27,6 +28,7 @@ from tests.checkpoints.small import to_canonical, to_huggingface
 from tests.golden_cases import Golden
 from tests.golden_cases import engine as golden_engine
 from tests.launch.served import served
+from tests.launch.test_parameters import flag_values
 
 GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "sdar_tiny")
 BLOCK = 8
@@ -142,6 +144,20 @@ def test_the_block_length_in_a_name(name: str, length: int) -> None:
     assert (found.block_length, found.attention_block_length, found.steps % length) == (length, length, 0)
 
 
+@pytest.mark.parametrize("rule", ["none", "sequential", "entropy_sum"])
+def test_another_rule_than_the_published_one(rule: str) -> None:
+    """The published threshold belongs to the published rule: it goes with it, unless the caller sets one too."""
+    model = engine().config
+    found = published_config(model, "", max_new_tokens=8, parallel=rule)
+    assert isinstance(found, DiffusionConfig)
+    assert (found.parallel, found.threshold) == (rule, DiffusionConfig().threshold)
+    folder = open_folder(GOLDEN.folder, weights=False)
+    asked = decoding_config(flag_values("--max_new_tokens=8", f"--parallel={rule}"), folder, model)
+    assert asked == found.replace(early_stop=True)
+    with pytest.raises(InputError, match="threshold requires"):
+        published_config(model, "", parallel=rule, threshold=0.7)
+
+
 def test_masks_of_a_prompt_are_filled_with_its_end() -> None:
     ids, mask = prompts()
     holes = ids.copy()
@@ -255,7 +271,7 @@ def test_requests_of_another_family_are_refused() -> None:
             dream.generate_tokens(ids % 200, mask, plain.replace(**changes))
     with pytest.raises(InputError, match="block_length is not available for dream models"):
         dream.logits(ids % 200, mask, block_length=4)
-    with pytest.raises(InputError, match="block_length is 0; expected 1 to"):
+    with pytest.raises(InputError, match="block_length is 0; expected an integer from 1 to"):
         engine().logits(ids, mask, block_length=0)
     with pytest.raises(InputError, match="estimate_log_likelihoods does not support block-causal models"):
         engine().estimate_log_likelihoods([([1, 2], [3, 302])])
