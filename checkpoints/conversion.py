@@ -21,14 +21,14 @@ from checkpoints import orbax
 from checkpoints.arrays import merge_databases
 from checkpoints.errors import CheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, list_files, parse_files
-from checkpoints.folder import QUANTIZATION_KEY, TREE_FILE, WEIGHTS_FOLDER, CheckpointFolder
+from checkpoints.folder import MARK_FILE, QUANTIZATION_KEY, TREE_FILE, WEIGHTS_FOLDER, CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.manifest import MANIFEST_FILE, Manifest, TensorEntry, chunk_grid, digest
 from checkpoints.non_finite import NonFinite
 from checkpoints.opening import open_tensors
-from checkpoints.output import MARK_FILE, FolderOutput, Output
+from checkpoints.output import FolderOutput, Output
 from checkpoints.processes import Processes
 from checkpoints.quantized import quantized_tensors
 from checkpoints.source import DTYPES, StoredTensors

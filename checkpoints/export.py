@@ -14,12 +14,12 @@ from safetensors.numpy import save_file
 
 from checkpoints.conversion import copy_side_files
 from checkpoints.errors import CheckpointError
-from checkpoints.folder import CheckpointFolder
+from checkpoints.folder import MARK_FILE, CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE, SINGLE_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.lora import merged_tensors
 from checkpoints.opening import open_tensors
-from checkpoints.output import MARK_FILE, FolderOutput
+from checkpoints.output import FolderOutput
 from checkpoints.source import StoredTensors
 from runtime.models.families import model_layout, parse_config
 

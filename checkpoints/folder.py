@@ -32,6 +32,8 @@ ARRAY_FOLDERS = (f"{WEIGHTS_FOLDER}/state", WEIGHTS_FOLDER, "state/state", "stat
 TREE_FILE = "_METADATA"
 # Suffix of the folder in which a conversion writes. Such a folder is never taken for a checkpoint.
 STAGING_SUFFIX = ".diffumesh-converting"
+# Marks an unfinished conversion, and contains a text that identifies it.
+MARK_FILE = "diffumesh.converting"
 
 # Files that belong to a checkpoint beside its weights: configuration, tokenizer, licence. Code and pickles do not.
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")

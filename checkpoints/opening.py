@@ -8,11 +8,10 @@ import logging
 from checkpoints.arrays import open_arrays
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, parse_files
-from checkpoints.folder import MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, CheckpointFolder, is_side_file
+from checkpoints.folder import MARK_FILE, MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, CheckpointFolder, is_side_file
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
 from checkpoints.orbax import check_weight_files, stored_keys
-from checkpoints.output import MARK_FILE
 from checkpoints.source import StoredTensors
 from runtime.models.families import find_family
 

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -40,6 +40,10 @@ _DESCRIPTIONS = (
 _DESCRIPTION_FOLDERS = ("array_metadatas", "custom_metadata", "descriptor", "metadata")
 # Marks a folder that Orbax saved.
 _INDICATOR = "orbax.checkpoint"
+# A file in which old versions keep small values, and one that TensorStore has not finished to write.
+_OTHER_FILES = ("checkpoint", f"{_DATABASE_FILE}.__lock")
+# Parts of the names of folders that Orbax has not finished to write.
+_UNFINISHED = (".orbax-checkpoint-tmp", ".partial_save")
 # Number of files whose sizes are checked at the same time, because an object store answers slowly.
 _READERS = 8
 
@@ -160,18 +164,35 @@ def _save_names(place: Path, names: list[str]) -> None:
         raise CheckpointError(f"Orbax cannot describe the checkpoint ({first_line(error)})") from error
 
 
-def is_orbax_file(name: str, names: Iterable[str]) -> bool:
-    """Return whether Orbax may have written a file of a folder whose top holds the arrays, given all of its files."""
-    top, _, rest = name.partition("/")
+def is_orbax_file(name: str, names: Set[str], arrays: str) -> bool:
+    """Return whether Orbax may have written a file of a folder, given all of its files and the folder of its arrays."""
+    above = arrays.rpartition("/")[0]
+    inside, above = f"{arrays}/".lstrip("/"), f"{above}/".lstrip("/")
+    if not name.startswith(inside):
+        # The new interface describes a tree in the folder above its arrays.
+        top, _, rest = name.removeprefix(above).partition("/")
+        described = top in _DESCRIPTION_FOLDERS and above != "" if rest else _describes(top)
+        return name.startswith(above) and described
+    top, _, rest = name.removeprefix(inside).partition("/")
     if not rest:
-        return top in _DESCRIPTIONS or top == _INDICATOR
+        # Below a folder of its user, the names that only some versions use are Orbax's too.
+        return _describes(top) or (inside != "" and top in _OTHER_FILES)
     # Without a database, each array is a folder.
     return (
         top in _DESCRIPTION_FOLDERS
         or top == _DATA_FOLDERS[0]
         or top.startswith("ocdbt.process_")
-        or not {f"{top}/.zarray", f"{top}/zarr.json"}.isdisjoint(names)
+        or not {f"{inside}{top}/.zarray", f"{inside}{top}/zarr.json"}.isdisjoint(names)
     )
+
+
+def is_unfinished(name: str) -> bool:
+    """Return whether a file, given its path, is in a folder that Orbax had not finished to write when it ended."""
+    return any(part in name.rpartition("/")[0] for part in _UNFINISHED)
+
+
+def _describes(file: str) -> bool:
+    return file in _DESCRIPTIONS or file == _INDICATOR
 
 
 def check_weight_files(folder: CheckpointFolder) -> None:

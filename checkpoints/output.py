@@ -22,32 +22,16 @@ from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
-from checkpoints.file_list import FILES_FILE
-from checkpoints.folder import (
-    STAGING_SUFFIX,
-    WEIGHTS_FOLDER,
-    CheckpointFolder,
-    find_arrays,
-    is_safetensors,
-    is_side_file,
-    local_path,
-)
+from checkpoints.folder import MARK_FILE, MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, CheckpointFolder, local_path
 from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE, Manifest
-from checkpoints.orbax import is_orbax_file
+from checkpoints.replacement import change_of, check_replaced
 from checkpoints.storage import Storage
 
-# Marks an unfinished conversion, and contains a text that identifies it.
-MARK_FILE = "diffumesh.converting"
 # Names of checkpoints that are kept because files appeared in the old one; no conversion removes them.
 _NEW_SUFFIX, _OLD_SUFFIX = ".diffumesh-new", ".diffumesh-old"
 # Other names of the schemes of object stores, with which fsspec reads.
 _SAME_SCHEMES = {"gcs": "gs", "s3a": "s3"}
-# Files that a conversion writes beside those of a model folder.
-_OWN_FILES = {MANIFEST_FILE, FILES_FILE, MARK_FILE}
-# Files of a download from the Hub that are not part of the model.
-_HUB_FILES = {"README.md", ".gitattributes"}
-_HUB_FOLDER = ".cache/huggingface/"
 
 
 @dataclass
@@ -107,7 +91,8 @@ class FolderOutput:
             if self.path.exists() and not overwrite:
                 raise CheckpointError(f"{self.path} exists; name another output, or pass --overwrite to replace it")
             if self.path.exists():
-                _check_replaced(self.place, CheckpointFolder(self.path, self.place).names())
+                folder = CheckpointFolder(self.path, self.place)
+                check_replaced(self.place, folder.names(), folder.read_bytes)
             said = self.clean_up()
             if said and self.path.exists() and not overwrite:
                 raise CheckpointError(f"{said[0]}; it exists: name another output, or pass --overwrite to replace it")
@@ -155,7 +140,7 @@ class FolderOutput:
             for path in (self.staging, self._removing, self._set_aside):
                 # The marker is in what a conversion writes; the others are the old checkpoint.
                 is_old = path != self._removing and path.exists() and not (path / MARK_FILE).exists()
-                if is_old and _change_of(path, self.place) is not None:
+                if is_old and change_of(path, self.place) is not None:
                     kept = path.rename(self._free_name(_OLD_SUFFIX))
                     said.append(
                         f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint has "
@@ -201,7 +186,7 @@ class FolderOutput:
         kept = self._free_name(_OLD_SUFFIX)
         with self._removing_the_old():
             if replaced is not None:
-                changed = _change_of(replaced, self.place)
+                changed = change_of(replaced, self.place)
                 # Renamed first, so that a partly deleted checkpoint is never restored; and while the marker is
                 # locked, so that the name that becomes free is not yet another conversion's.
                 replaced.rename(kept if changed else self._removing)
@@ -226,7 +211,7 @@ class FolderOutput:
         """
         if not self._replaces or self.path.is_symlink() or not self.path.is_dir():
             return
-        changed = _change_of(self.path, self.place)
+        changed = change_of(self.path, self.place)
         if changed is not None:
             free = self._free_name(_NEW_SUFFIX)
             self.staging.rename(free)  # under its own name, the next conversion would remove it
@@ -317,7 +302,7 @@ class ObjectOutput:
             return [f"an earlier conversion was interrupted: removed what it left in {self.place}"]
         if not overwrite:
             raise CheckpointError(f"{self.place} exists; name another output, or pass --overwrite to replace it")
-        _check_replaced(self.place, names)
+        check_replaced(self.place, names, self._read)
         return [
             f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
             "new one is written there is no checkpoint"
@@ -326,6 +311,9 @@ class ObjectOutput:
     def _names(self) -> list[str]:
         # Consoles and gcsfuse make a folder as an empty object whose name ends with a slash.
         return [name for name in self.storage.names() if not name.endswith("/") and name]
+
+    def _read(self, name: str) -> bytes:
+        return self.storage.read(name, MAX_SIDE_FILE_BYTES) or b""
 
     def check_inputs(self, inputs: Iterable[CheckpointFolder | Path]) -> None:
         """Check that the output does not contain an input: it is read while the output is written in its place.
@@ -349,7 +337,7 @@ class ObjectOutput:
         Raises:
           CheckpointError: files that no checkpoint has are there since :meth:`prepare`; nothing has changed.
         """
-        _check_replaced(self.place, self._names())
+        check_replaced(self.place, self._names(), self._read)
         self.storage.write(MARK_FILE, mark.encode())
         self._delete([name for name in self.storage.names() if name != MARK_FILE])
 
@@ -368,48 +356,6 @@ class ObjectOutput:
 
 
 Output = FolderOutput | ObjectOutput
-
-
-def _change_of(folder: Path, place: str) -> CheckpointError | None:
-    """Return the error that a folder is not replaced, None if it is still one that is; see :func:`_check_replaced`."""
-    try:
-        _check_replaced(place, CheckpointFolder(folder, place).names())
-    except CheckpointError as error:
-        return error
-    return None
-
-
-def _check_replaced(place: str, names: list[str]) -> None:
-    """Check that a folder, given its files, is empty, a checkpoint, or what a conversion left of one, and no more.
-
-    Replacing a folder deletes all of its files, so it must not contain any that a checkpoint does not have.
-    """
-    arrays = find_arrays(set(names).__contains__)
-    has_weights = arrays is not None or any(map(is_safetensors, names))
-    if names and not (has_weights and "config.json" in names) and {MANIFEST_FILE, MARK_FILE}.isdisjoint(names):
-        raise CheckpointError(
-            f"{place} is not a checkpoint (it has no {'config.json' if has_weights else 'weights'}), so it is not "
-            f"replaced; it contains {_some(names)}; name another output"
-        )
-    top = (WEIGHTS_FOLDER if arrays is None else arrays).partition("/")[0]
-
-    def is_weight_file(name: str) -> bool:
-        return name.startswith(f"{top}/") if top else is_orbax_file(name, names)
-
-    if others := [
-        name
-        for name in names
-        if name not in _OWN_FILES | _HUB_FILES
-        and not (is_side_file(name) or is_safetensors(name) or is_weight_file(name) or name.startswith(_HUB_FOLDER))
-    ]:
-        raise CheckpointError(
-            f"{place} contains files that are not part of a checkpoint and would be deleted with the old one: "
-            f"{_some(others)}; move them, or name another output"
-        )
-
-
-def _some(names: list[str]) -> str:
-    return f"{', '.join(sorted(names)[:10])!s:.200}{', ...' if len(names) > 10 else ''}"
 
 
 def _lists_all_files(folder: Path) -> bool:

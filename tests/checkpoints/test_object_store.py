@@ -21,9 +21,10 @@ from checkpoints import CheckpointError, CheckpointFolder, loading, open_folder
 from checkpoints.conversion import convert
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE
+from checkpoints.folder import MARK_FILE
 from checkpoints.loading import REMOTE_READERS
 from checkpoints.manifest import MANIFEST_FILE, digest
-from checkpoints.output import MARK_FILE, ObjectOutput, output_at
+from checkpoints.output import ObjectOutput, output_at
 from checkpoints.storage import Storage, storage_context
 from checkpoints.verification import verify, write_manifest
 from launch import convert as convert_launcher

@@ -17,8 +17,9 @@ from checkpoints import output as output_module
 from checkpoints.conversion import convert
 from checkpoints.exchange import exchange
 from checkpoints.export import export_checkpoint
+from checkpoints.folder import MARK_FILE
 from checkpoints.opening import open_tensors
-from checkpoints.output import MARK_FILE, FolderOutput, output_at
+from checkpoints.output import FolderOutput, output_at
 from checkpoints.source import Index, StoredTensors
 from checkpoints.verification import verify, write_manifest
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source

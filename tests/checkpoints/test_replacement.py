@@ -1,0 +1,147 @@
+"""Files of a user among those of the weights: a folder that has them is not replaced."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoints import CheckpointError, open_folder
+from checkpoints.export import export_checkpoint
+from checkpoints.file_list import FILES_FILE
+from checkpoints.folder import ARRAY_FOLDERS, MARK_FILE, TREE_FILE
+from checkpoints.manifest import MANIFEST_FILE
+from checkpoints.output import FolderOutput
+from checkpoints.verification import write_manifest
+from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
+from tests.checkpoints.test_plain_orbax import save
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
+
+
+@pytest.fixture(scope="module")
+def canonical(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_canonical(micro, tmp_path_factory.mktemp("canonical") / "checkpoint")
+
+
+def add(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+
+
+def refused(folder: Path, name: str) -> None:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match=f"not part of a checkpoint .*: {re.escape(name)}; move them"):
+        FolderOutput(folder).prepare(overwrite=True)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["weights/epoch1.pt", "weights/metadata", "weights/state/d/0", "state/log", "d/0"])
+def test_a_hugging_face_folder_has_no_folder_of_weights(name: str, micro: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(micro, folder)
+    add(folder, name)
+    refused(folder, name)
+    write_manifest(open_folder(folder), layout_of(folder))
+    refused(folder, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("weights/optimizer.pt", "weights/state/log", "weights/logs/d/0", "weights/optimizer/_METADATA"),
+        *("weights/state/d/0", "weights/state/ocdbt.process_0/notes", "weights/metadata/notes", "state/d/0"),
+    ],
+)
+def test_files_among_the_weights_are_kept(name: str, canonical: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(canonical, folder)
+    add(folder, name)
+    refused(folder, name)
+
+
+def test_files_that_appear_among_the_weights_meanwhile_are_kept(micro: Path, tmp_path: Path) -> None:
+    output = FolderOutput(tmp_path / "model")
+    shutil.copytree(micro, output.path)
+    output.prepare(overwrite=True)
+    with pytest.raises(CheckpointError, match=r"weights/epoch1\.pt; .* kept as"):
+        export_checkpoint(open_folder(micro), output, progress=lambda *_: add(output.path, "weights/epoch1.pt"))
+    assert (output.path / "weights" / "epoch1.pt").read_text() == "mine"
+    assert contents(tmp_path / "model.diffumesh-new") == contents(micro)
+
+
+@pytest.mark.parametrize("database", [True, False])
+@pytest.mark.parametrize("version", ["v0", "v1"])
+@pytest.mark.parametrize("place", ["", "weights", "state"])
+def test_every_layout_of_orbax_is_replaced(
+    place: str, version: str, database: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import orbax.checkpoint as v0
+    from orbax.checkpoint import v1
+
+    context = v1.Context()
+    context.array.saving.use_ocdbt = database
+    monkeypatch.setattr(
+        v0, "StandardCheckpointer", lambda: v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=database))
+    )
+    with context:
+        folder = save(micro, tmp_path / "model", place, version, "flat")
+    assert contents(folder) == contents(micro)
+    FolderOutput(folder).prepare(overwrite=True)
+    arrays = open_folder(folder).arrays_folder
+    assert arrays in ARRAY_FOLDERS
+    foreign = f"{arrays}/optimizer.pt".lstrip("/")
+    add(folder, foreign)
+    refused(folder, foreign)
+    write_manifest(open_folder(folder), layout_of(folder))  # lists the file
+    refused(folder, foreign)
+    for name in (foreign, FILES_FILE, MANIFEST_FILE):
+        (folder / name).unlink()
+    write_manifest(open_folder(folder), layout_of(folder))
+    to_canonical(folder, folder)
+    assert contents(folder) == contents(micro)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", FILES_FILE, MANIFEST_FILE, "weights"]
+
+
+def without_description(folder: Path) -> None:
+    (folder / "weights" / "state" / TREE_FILE).unlink()
+
+
+def without_list(folder: Path) -> None:
+    (folder / FILES_FILE).unlink()
+
+
+def with_damaged_list(folder: Path) -> None:
+    (folder / FILES_FILE).write_bytes(b"\xff")
+
+
+def unfinished(folder: Path) -> None:
+    without_description(folder)
+    for name in ("config.json", FILES_FILE, MANIFEST_FILE):
+        (folder / name).unlink()
+    add(folder, MARK_FILE, "weights/state/manifest.ocdbt.__lock")
+
+
+def beside_a_killed_save(folder: Path) -> None:
+    add(folder, "weights/state.orbax-checkpoint-tmp-7/d/0", "weights/new.partial_save/new.pending_1/state/_METADATA")
+
+
+@pytest.mark.parametrize(
+    "change", [without_description, without_list, with_damaged_list, unfinished, beside_a_killed_save]
+)
+def test_what_is_left_of_a_checkpoint_is_replaced(
+    change: Callable[[Path], None], canonical: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(canonical, folder)
+    change(folder)
+    FolderOutput(folder).prepare(overwrite=True)
+    add(folder, "weights/optimizer.pt")
+    refused(folder, "weights/optimizer.pt")
