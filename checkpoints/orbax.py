@@ -32,9 +32,11 @@ _DATA_FILE_BYTES = 128 << 20
 # What Orbax writes for the arrays' data; the other files describe the arrays.
 _DATA_FOLDERS = ("d", "ocdbt.process_0")
 _DATABASE_FILE = "manifest.ocdbt"
+# Descriptions of single arrays, each in a folder of the array if there is no database.
+ARRAY_FILES = ("zarr.json", ".zarray")
 # What Orbax and TensorStore read whole to open the arrays.
 _DESCRIPTIONS = (
-    *(_DATABASE_FILE, "zarr.json", ".zarray", ".zattrs", ".zgroup", "_strings.json"),
+    *(_DATABASE_FILE, *ARRAY_FILES, ".zattrs", ".zgroup", "_strings.json"),
     *(TREE_FILE, "_sharding", "_CHECKPOINT_METADATA", "_ROOT_METADATA", "metadata", "commit_success.txt"),
 )
 _DESCRIPTION_FOLDERS = ("array_metadatas", "custom_metadata", "descriptor", "metadata")
@@ -182,7 +184,7 @@ def is_orbax_file(name: str, names: Set[str], arrays: str) -> bool:
         top in _DESCRIPTION_FOLDERS
         or top == _DATA_FOLDERS[0]
         or top.startswith("ocdbt.process_")
-        or not {f"{inside}{top}/.zarray", f"{inside}{top}/zarr.json"}.isdisjoint(names)
+        or any(f"{inside}{top}/{file}" in names for file in ARRAY_FILES)
     )
 
 

@@ -22,9 +22,10 @@ from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
-from checkpoints.folder import MARK_FILE, MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, CheckpointFolder, local_path
+from checkpoints.folder import MARK_FILE, MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, TREE_FILE, CheckpointFolder, local_path
 from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE, Manifest
+from checkpoints.orbax import ARRAY_FILES
 from checkpoints.replacement import change_of, check_replaced
 from checkpoints.storage import Storage
 
@@ -292,12 +293,14 @@ class ObjectOutput:
           A sentence per action, done or to come.
 
         Raises:
-          CheckpointError: the output exists and may not be replaced, or the store cannot be used.
+          CheckpointError: the output exists and may not be replaced, other files are beside what an interrupted
+            conversion left, or the store cannot be used.
         """
         names = self._names()
         if not names:
             return []
         if MARK_FILE in names and MANIFEST_FILE not in names:
+            check_replaced(self.place, names, self._read)
             self._delete(names)
             return [f"an earlier conversion was interrupted: removed what it left in {self.place}"]
         if not overwrite:
@@ -342,10 +345,11 @@ class ObjectOutput:
         self._delete([name for name in self.storage.names() if name != MARK_FILE])
 
     def _delete(self, names: list[str]) -> None:
-        # The manifest first and the marker last: at any moment this is a checkpoint or a marked conversion.
-        self.storage.delete([name for name in names if name == MANIFEST_FILE])
-        self.storage.delete([name for name in names if name not in (MANIFEST_FILE, MARK_FILE)])
-        self.storage.delete([name for name in names if name == MARK_FILE])
+        # The manifest first and the marker last: at any moment this is a checkpoint or a marked conversion. Orbax's
+        # files are recognized by its descriptions, which stay until the others are deleted.
+        steps = {MANIFEST_FILE: 0} | dict.fromkeys(ARRAY_FILES, 2) | {TREE_FILE: 3, MARK_FILE: 4}
+        for step in range(5):
+            self.storage.delete([name for name in names if steps.get(name.rpartition("/")[2], 1) == step])
 
     def finish(self) -> None:
         """Delete the marker. The manifest has been written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 from checkpoints import CheckpointError, open_folder
 from checkpoints.export import export_checkpoint
 from checkpoints.file_list import FILES_FILE
-from checkpoints.folder import ARRAY_FOLDERS, MARK_FILE, TREE_FILE
+from checkpoints.folder import ARRAY_FOLDERS, MARK_FILE, TREE_FILE, CheckpointFolder
 from checkpoints.manifest import MANIFEST_FILE
-from checkpoints.output import FolderOutput
+from checkpoints.output import FolderOutput, ObjectOutput
+from checkpoints.storage import Storage
 from checkpoints.verification import write_manifest
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
 from tests.checkpoints.test_plain_orbax import save
@@ -77,22 +79,28 @@ def test_files_that_appear_among_the_weights_meanwhile_are_kept(micro: Path, tmp
     assert contents(tmp_path / "model.diffumesh-new") == contents(micro)
 
 
+def save_as(
+    source: Path, folder: Path, place: str, version: str, database: bool, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Save a folder's tensors with Orbax alone, with or without a database."""
+    import orbax.checkpoint as v0
+    from orbax.checkpoint import v1
+
+    context = v1.Context()
+    context.array.saving.use_ocdbt = database
+    with monkeypatch.context() as patch, context:
+        handler = v0.PyTreeCheckpointHandler(use_ocdbt=database)
+        patch.setattr(v0, "StandardCheckpointer", lambda: v0.Checkpointer(handler))
+        return save(source, folder, place, version, "flat")
+
+
 @pytest.mark.parametrize("database", [True, False])
 @pytest.mark.parametrize("version", ["v0", "v1"])
 @pytest.mark.parametrize("place", ["", "weights", "state"])
 def test_every_layout_of_orbax_is_replaced(
     place: str, version: str, database: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import orbax.checkpoint as v0
-    from orbax.checkpoint import v1
-
-    context = v1.Context()
-    context.array.saving.use_ocdbt = database
-    monkeypatch.setattr(
-        v0, "StandardCheckpointer", lambda: v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=database))
-    )
-    with context:
-        folder = save(micro, tmp_path / "model", place, version, "flat")
+    folder = save_as(micro, tmp_path / "model", place, version, database, monkeypatch)
     assert contents(folder) == contents(micro)
     FolderOutput(folder).prepare(overwrite=True)
     arrays = open_folder(folder).arrays_folder
@@ -145,3 +153,57 @@ def test_what_is_left_of_a_checkpoint_is_replaced(
     FolderOutput(folder).prepare(overwrite=True)
     add(folder, "weights/optimizer.pt")
     refused(folder, "weights/optimizer.pt")
+
+
+@pytest.mark.parametrize("name", ["results.csv", "other/thesis.pdf", "weights/optimizer.pt"])
+def test_files_beside_an_unfinished_conversion_in_an_object_store_are_kept(
+    name: str, canonical: Path, tmp_path: Path
+) -> None:
+    """A conversion was killed, and its user has put other files there since."""
+    folder = tmp_path / "model"
+    shutil.copytree(canonical, folder)
+    unfinished(folder)
+    add(folder, name)
+    before = sorted(folder.rglob("*"))
+    output = ObjectOutput(Storage.at(folder))
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match=f"not part of a checkpoint .*: {re.escape(name)}; move them"):
+            output.prepare(overwrite)
+    assert sorted(folder.rglob("*")) == before
+    (folder / name).unlink()
+    (said,) = output.prepare(overwrite=False)
+    assert "interrupted: removed what it left" in said
+    assert not Storage.at(folder).names()
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_an_old_checkpoint_that_is_deleted_in_part_is_removed(
+    version: str, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a database, only descriptions tell Orbax's files from others. They are deleted in any order."""
+    plain = save_as(micro, tmp_path / "plain", "state", version, False, monkeypatch)
+    write_manifest(open_folder(plain), layout_of(plain))
+    delete, deleted, left = Storage.delete, 0, 0
+
+    def interrupted(storage: Storage, names: list[str]) -> None:
+        nonlocal deleted
+        for name in names:
+            if deleted == left:
+                raise KeyboardInterrupt
+            deleted += 1
+            delete(storage, [name])
+
+    for generator in map(random.Random, range(2)):
+        ordered = sorted(CheckpointFolder(plain, "").names())
+        for left in generator.sample(range(len(ordered)), 6):
+            folder = tmp_path / f"{generator.random()}"
+            shutil.copytree(plain, folder)
+            output = ObjectOutput(Storage.at(folder))
+            output.prepare(overwrite=True)
+            deleted = 0
+            with monkeypatch.context() as patch:
+                patch.setattr(Storage, "delete", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    output.begin("mark")
+            output.prepare(overwrite=left == 0)
+            assert output.storage.names() == ([] if left else [*ordered, MARK_FILE])
