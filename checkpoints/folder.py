@@ -39,6 +39,8 @@ MARK_FILE = "diffumesh.converting"
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
 # The only subfolder that transformers reads.
 TEMPLATES_FOLDER = "additional_chat_templates"
+# Beginnings of the names of files that macOS and NFS leave in any folder: nobody's data, and read by no program.
+_LEFT_FILES = (".DS_Store", "._", ".nfs")
 # Schemes of URLs of folders on this machine.
 _LOCAL_SCHEMES = ("file", "local")
 
@@ -54,6 +56,11 @@ def is_side_file(name: str) -> bool:
 def is_safetensors(name: str) -> bool:
     """Whether a file, given its path in the folder, may contain weights of a Hugging Face folder."""
     return "/" not in name and name.endswith(".safetensors")
+
+
+def is_left_by_system(name: str) -> bool:
+    """Whether a file, given its path in the folder, is one that an operating system leaves in any folder."""
+    return name.rpartition("/")[2].startswith(_LEFT_FILES) and not is_side_file(name)
 
 
 @dataclass(frozen=True)

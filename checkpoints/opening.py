@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 
 from checkpoints.arrays import open_arrays
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, parse_files
-from checkpoints.folder import MARK_FILE, MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, CheckpointFolder, is_side_file
+from checkpoints.folder import (
+    ARRAY_FOLDERS,
+    MARK_FILE,
+    MAX_SIDE_FILE_BYTES,
+    STAGING_SUFFIX,
+    CheckpointFolder,
+    is_left_by_system,
+    is_side_file,
+)
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
 from checkpoints.orbax import check_weight_files, stored_keys
@@ -19,6 +28,9 @@ logger = logging.getLogger("diffumesh")
 
 # Documents for people, which no program reads.
 _DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf")
+
+# Folders in which arrays may be.
+_WEIGHT_FOLDERS = {name.partition("/")[0] for name in ARRAY_FOLDERS}
 
 VERIFY = ("full", "sizes", "none")
 
@@ -146,10 +158,10 @@ def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     if not manifest.covers_folder:
         return
     weights = weight_files(folder)
-    there = set(covered_files(folder))
-    if absent := sorted(weights.keys() - there):
+    names = folder.names()
+    if absent := sorted(weights.keys() - set(names)):
         raise CorruptCheckpointError(f"{folder.place}/{absent[0]}: this file of the checkpoint is missing")
-    if added := sorted(there - weights.keys() - manifest.files.keys()):
+    if added := sorted(set(_covered(folder, names)) - weights.keys() - manifest.files.keys()):
         raise CorruptCheckpointError(f"{folder.place}: files were added to this checkpoint: {', '.join(added)!s:.1000}")
     if folder.remote is None:
         for name, file in weights.items():
@@ -190,15 +202,26 @@ def covered_files(folder: CheckpointFolder) -> list[str]:
     """List the files that a manifest covers, by name: all files that a program may read as a part of the model.
 
     Other documents and hidden files are left out, and so are the manifest and the list of files, which contain their
-    own digests.
+    own digests. Of the hidden files in a folder of weights, only those of an operating system are left out.
     """
+    return _covered(folder, folder.names())
+
+
+def _covered(folder: CheckpointFolder, names: Iterable[str]) -> list[str]:
     return [
         name
-        for name in folder.names()
+        for name in names
         if name not in (MANIFEST_FILE, FILES_FILE, MARK_FILE)
+        and not is_left_by_system(name)
         and (
             folder.is_weight_file(name)
             or is_side_file(name)  # a licence may be a document
-            or not (name.startswith(".") or name.lower().endswith(_DOCUMENTS))
+            or not (_is_hidden(name) or name.lower().endswith(_DOCUMENTS))
         )
     ]
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether no reader of models uses a file because of its name. Those of arrays use .zarray, and list folders."""
+    top = name.partition("/")[0]
+    return top.startswith(".") or (top not in _WEIGHT_FOLDERS and "/." in name)

@@ -13,6 +13,7 @@ from checkpoints.folder import (
     MARK_FILE,
     CheckpointFolder,
     find_arrays,
+    is_left_by_system,
     is_safetensors,
     is_side_file,
 )
@@ -60,8 +61,8 @@ def check_replaced(place: str, names: list[str], read: Callable[[str], bytes]) -
     if others := [
         name
         for name in names
-        if name not in _OWN_FILES | _HUB_FILES
-        and not (is_side_file(name) or is_safetensors(name) or name in weights or name.startswith(_HUB_FOLDER))
+        if name not in _OWN_FILES | _HUB_FILES | weights
+        and not (is_side_file(name) or is_safetensors(name) or is_left_by_system(name) or name.startswith(_HUB_FOLDER))
     ]:
         raise CheckpointError(
             f"{place} contains files that are not part of a checkpoint and would be deleted with the old one: "

@@ -6,9 +6,10 @@
 
 Every tensor and every file is read. If all are intact, the command prints one line and exits with 0. Otherwise it names
 the tensor or file that is damaged, missing or added, or the tensors that contain NaN or infinity, and exits with 2.
-Documents (README.md, pictures) and hidden files are not covered. A manifest of version 1 covers fewer files, which is
-reported; --write_manifest extends it to all files. A folder that has a manifest is verified before a new one is
-written: after an intended change of a Hugging Face folder, first delete its manifest, diffumesh.manifest.json.
+Documents (README.md, pictures) and hidden files are not covered; among the weights, only hidden files that macOS and
+NFS leave are not (.DS_Store). A manifest of version 1 covers fewer files, which is reported; --write_manifest extends
+it to all files. A folder that has a manifest is verified before a new one is written: after an intended change of a
+Hugging Face folder, first delete its manifest, diffumesh.manifest.json.
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ import pytest
 from benchmarks.attacks import ADDED, CHANGES, change, put_back, refusal
 from checkpoints import CheckpointError, CheckpointFolder, open_folder
 from checkpoints.errors import CorruptCheckpointError
-from checkpoints.file_list import FILES_FILE
+from checkpoints.file_list import FILES_FILE, dump_files, list_files
 from checkpoints.folder import TREE_FILE
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.manifest import MANIFEST_FILE, Manifest
-from checkpoints.opening import check_files, open_tensors, read_manifest
+from checkpoints.opening import check_files, open_tensors, read_manifest, weight_files
+from checkpoints.storage import Storage
 from checkpoints.verification import uncovered_files, verify, write_manifest
 from launch.folders.models import open_model
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
@@ -99,6 +100,43 @@ def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: 
     for name in ("README.md", ".cache", "picture.PNG"):
         (folder / name).write_text("of no reader")
     assert contents(folder) == contents(request.getfixturevalue(layout))
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+@pytest.mark.parametrize(
+    "name", ["weights/.DS_Store", "weights/state/.nfs000000000009a2", "weights/._d", "runs/.DS_Store", "runs/.git/HEAD"]
+)
+def test_hidden_files_are_not_covered(request: pytest.FixtureRequest, name: str, layout: str, tmp_path: Path) -> None:
+    """A file manager leaves them in the folders that its user looks into."""
+    original = request.getfixturevalue(layout)
+    folder = tmp_path / "copy"
+    shutil.copytree(original, folder)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("of no reader")
+    verify(open_folder(folder))
+    write_manifest(open_folder(folder), layout_of(folder))
+    for file in (MANIFEST_FILE, FILES_FILE):
+        if (original / file).exists():
+            assert (folder / file).read_bytes() == (original / file).read_bytes()
+    (folder / name).unlink()
+    assert contents(folder) == contents(original)
+
+
+def test_a_hidden_file_that_a_list_contains_is_checked(orbax: Path, tmp_path: Path) -> None:
+    """Manifests of older versions cover such files."""
+    folder = tmp_path / "copy"
+    shutil.copytree(orbax, folder)
+    path = folder / "weights" / ".DS_Store"
+    path.write_text("of no reader")
+    listed = weight_files(open_folder(folder)) | list_files(Storage.at(folder), ["weights/.DS_Store"])
+    (folder / FILES_FILE).write_text(dump_files(listed))
+    verify(open_folder(folder))
+    path.write_text("changed")
+    with pytest.raises(CorruptCheckpointError, match=r"weights/\.DS_Store"):
+        verify(open_folder(folder))
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"weights/\.DS_Store: this file of the checkpoint is missing"):
+        verify(open_folder(folder))
 
 
 def older(folder: Path) -> CheckpointFolder:

@@ -155,6 +155,18 @@ def test_what_is_left_of_a_checkpoint_is_replaced(
     refused(folder, "weights/optimizer.pt")
 
 
+@pytest.mark.parametrize("kind", ["micro", "canonical"])
+def test_what_an_operating_system_leaves_is_no_obstacle(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(request.getfixturevalue(kind), folder)
+    add(folder, ".DS_Store", "weights/.DS_Store", "weights/._state", "weights/state/.nfs0001")
+    FolderOutput(folder).prepare(overwrite=True)
+    add(folder, "weights/.hidden")
+    refused(folder, "weights/.hidden")
+
+
 @pytest.mark.parametrize("name", ["results.csv", "other/thesis.pdf", "weights/optimizer.pt"])
 def test_files_beside_an_unfinished_conversion_in_an_object_store_are_kept(
     name: str, canonical: Path, tmp_path: Path
