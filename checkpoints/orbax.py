@@ -8,12 +8,13 @@ source (https://orbax.readthedocs.io, "Partial saving").
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -86,23 +87,32 @@ def save_group(place: Path, arrays: Mapping[str, jax.Array], chunk_bytes: Mappin
     """
     from orbax.checkpoint import v1
 
-    logger = logging.getLogger("absl")
-    logger.addFilter(_is_useful)
+    with _writing(place, chunk_bytes):
+        v1.partial.save(place, dict(arrays))
+
+
+@contextlib.contextmanager
+def _writing(place: Path, chunk_bytes: Mapping[str, int]) -> Iterator[None]:
+    """Use Orbax's options; an error is a CheckpointError, without the traceback that Orbax also logs."""
+    logger, failures = logging.getLogger("absl"), list[logging.LogRecord]()
+
+    def is_useful(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR and record.exc_info:
+            failures.append(record)
+            return False
+        # Chunks are small on purpose: a device can then read its attention heads without reading those of others.
+        return "target_byte_size too small" not in record.getMessage()
+
+    logger.addFilter(is_useful)
     try:
         with _context(chunk_bytes):
-            v1.partial.save(place, dict(arrays))
+            yield
     except Exception as error:  # the library raises many exception types
         raise CheckpointError(f"{place}: cannot be written ({first_line(error)})") from error
     finally:
-        logger.removeFilter(_is_useful)
-
-
-def _is_useful(record: logging.LogRecord) -> bool:
-    """Whether to log a record: every one except Orbax's warning about small chunks.
-
-    Chunks are small on purpose: a device can then read its attention heads without reading those of other devices.
-    """
-    return "target_byte_size too small" not in record.getMessage()
+        logger.removeFilter(is_useful)
+    for record in failures:  # nothing was raised
+        logger.handle(record)
 
 
 def finalize(place: Path) -> None:
@@ -113,11 +123,8 @@ def finalize(place: Path) -> None:
     """
     from orbax.checkpoint import v1
 
-    try:
-        with _context({}):
-            v1.partial.finalize(place)
-    except Exception as error:  # the library raises many exception types
-        raise CheckpointError(f"{place}: cannot be written ({first_line(error)})") from error
+    with _writing(place, {}):
+        v1.partial.finalize(place)
 
 
 def descriptions(names: Iterable[str]) -> dict[str, bytes]:

@@ -5,6 +5,8 @@ If one of these tests fails with a new version of Orbax, that part of :mod:`chec
 
 from __future__ import annotations
 
+import logging
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import tensorstore
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from checkpoints import orbax
+from checkpoints import CheckpointError, orbax
 from checkpoints.conversion import convert
 from checkpoints.downloads import open_folder
 from checkpoints.manifest import TensorEntry
@@ -95,6 +97,43 @@ def test_finishing_renames(tmp_path: Path) -> None:
     orbax.finalize(tmp_path / "checkpoint")
     watching = False
     assert any(str(arguments[1]) == str(tmp_path / "checkpoint") for arguments in renamed)
+
+
+def test_an_error_of_writing_is_raised_and_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Orbax also logs it, with a traceback of many lines."""
+    _, array = sharded((64, 96), 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (array.nbytes // 2, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"checkpoint: cannot be written .*File too large"):
+            orbax.save_group(tmp_path / "checkpoint", {"x": array}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    logging.getLogger("absl").error("after it")
+    assert caplog.messages[-1] == "after it"
+
+
+@pytest.mark.parametrize("step", ["save", "finalize"])
+def test_an_error_that_is_not_raised_is_logged(
+    step: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orbax.checkpoint import v1
+
+    def failing(*_: object) -> None:
+        try:
+            raise OSError("the lamp went out")
+        except OSError:
+            logging.getLogger("absl").exception("in a thread")
+        assert "in a thread" not in caplog.messages
+
+    monkeypatch.setattr(v1.partial, step, failing)
+    if step == "save":
+        orbax.save_group(tmp_path / "checkpoint", {}, {})
+    else:
+        orbax.finalize(tmp_path / "checkpoint")
+    assert caplog.messages.count("in a thread") == 1
+    assert "the lamp went out" in caplog.text
 
 
 def test_how_tensors_are_sharded() -> None:
