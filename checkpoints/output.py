@@ -175,8 +175,8 @@ class FolderOutput:
 
         Raises:
           CheckpointError: it cannot be renamed; it is complete beside the old one, which has files now that no
-            checkpoint has; or it is in place, but the old one cannot be deleted, or has such files and is kept. The
-            message says where they are.
+            checkpoint has, or beside something that has been created since :meth:`prepare`; or it is in place, but the
+            old one cannot be deleted, or has such files and is kept. The message says where they are.
         """
         with self._writing():
             _sync_all(self.staging)
@@ -214,12 +214,16 @@ class FolderOutput:
             return
         changed = change_of(self.path, self.place)
         if changed is not None:
-            free = self._free_name(_NEW_SUFFIX)
-            self.staging.rename(free)  # under its own name, the next conversion would remove it
-            (free / MARK_FILE).unlink()
-            sync(free)
-            sync(free.parent)
-            raise CheckpointError(f"{changed}. The new checkpoint is complete and is kept as {free}") from changed
+            raise self._kept_beside(str(changed)) from changed
+
+    def _kept_beside(self, reason: str) -> CheckpointError:
+        """Keep the new checkpoint under a free name; return the error that says so."""
+        free = self._free_name(_NEW_SUFFIX)
+        self.staging.rename(free)  # under its own name, the next conversion would remove it
+        (free / MARK_FILE).unlink()
+        sync(free)
+        sync(free.parent)
+        return CheckpointError(f"{reason}. The new checkpoint is complete and is kept as {free}")
 
     def _free_name(self, suffix: str) -> Path:
         """Return the first name of this folder and a suffix that nothing has."""
@@ -238,11 +242,11 @@ class FolderOutput:
 
     def _give_name(self) -> Path | None:
         """Give the new checkpoint its name; return where the old one is now, None if there was none."""
-        if not self.path.exists():
+        if not os.path.lexists(self.path):
             self.staging.rename(self.path)
             return None
         if not self._replaces or self.path.is_symlink() or not self.path.is_dir():
-            raise CheckpointError(f"{self.path} has been created in the meantime, and is not replaced")
+            raise self._kept_beside(f"{self.path} has been created in the meantime, and is not replaced")
         if exchange(self.staging, self.path):
             return self.staging
         self.path.rename(self._set_aside)

@@ -94,6 +94,35 @@ def save_as(
         return save(source, folder, place, version, "flat")
 
 
+@pytest.mark.parametrize("kind", ["folder", "empty folder", "file", "dangling link"])
+def test_a_checkpoint_whose_name_is_taken_meanwhile_is_kept(kind: str, micro: Path, tmp_path: Path) -> None:
+    """Under the name of an unfinished conversion, the next one would remove it."""
+    output = FolderOutput(tmp_path / "model")
+
+    def take_name(*_: int) -> None:
+        if "folder" in kind:
+            output.path.mkdir()
+            if kind == "folder":
+                add(output.path, "notes.txt")
+        elif kind == "file":
+            add(tmp_path, "model")
+        else:
+            output.path.symlink_to("nowhere")
+
+    output.prepare(overwrite=False)
+    with pytest.raises(
+        CheckpointError,
+        match=r"model has been created in the meantime, and is not replaced\. .* is kept as .*/model\.diffumesh-new$",
+    ):
+        export_checkpoint(open_folder(micro), output, progress=take_name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.diffumesh-new"]
+    new = tmp_path / "model.diffumesh-new"
+    assert contents(new) == contents(micro)
+    assert not (new / MARK_FILE).exists()
+    FolderOutput(output.path).clean_up()
+    assert new.is_dir(), "it stays"
+
+
 @pytest.mark.parametrize("database", [True, False])
 @pytest.mark.parametrize("version", ["v0", "v1"])
 @pytest.mark.parametrize("place", ["", "weights", "state"])
