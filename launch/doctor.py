@@ -11,6 +11,7 @@ With several hosts, start it on all of them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from launch.process.startup import (
     start_devices,
     this_host,
 )
+from launch.process.streams import drop_output
 from runtime import (
     WEIGHT_MEMORY_SHARE,
     MeshSpec,
@@ -108,11 +110,15 @@ def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
 
 def section(title: str, lines: Iterator[str]) -> None:
     """Print a section on host 0, line by line."""
-    if is_main_process():
-        print(f"\n## {title}")
-    for line in lines:
-        if is_main_process():
-            print(line, flush=True)
+    for line in itertools.chain([f"\n## {title}"], lines):
+        try:
+            if is_main_process():
+                print(line, flush=True)
+        except BrokenPipeError:
+            if this_host().count == 1:
+                raise
+            # The reader is gone, but the other hosts wait for this one in the collectives of later lines.
+            drop_output()
 
 
 def main(values: flags.FlagValues) -> None:

@@ -158,10 +158,12 @@ class ControlServer:
         self._hub.take(host, message)
         if message["kind"] == "terminated":
             self._tell_all("terminated", interrupted=bool(message.get("interrupted")))
-        if message["kind"] != "gather":
-            return
         topic, number = str(message.get("topic", "")), int(message.get("number", 0))
-        found = self._exchanges.add(host, (topic, number), message.get("value"))
+        found: list[Any] | Fault | None = None
+        if message["kind"] == "gather":
+            found = self._exchanges.add(host, (topic, number), message.get("value"))
+        elif message["kind"] == "done":
+            found = self._exchanges.end(host)
         if isinstance(found, Fault):
             self._hub.report(found, host if found.host is None else found.host)
         elif found is not None:

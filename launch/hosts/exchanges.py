@@ -41,6 +41,7 @@ class Exchanges:
         self._hosts = hosts
         self._names = names
         self._open: dict[Topic, _Exchange] = {}
+        self._ended: set[int] = set()
 
     def add(self, host: int, topic: Topic, value: Any) -> list[Any] | Fault | None:
         """Add the value of one host.
@@ -52,7 +53,7 @@ class Exchanges:
 
         Returns:
           The values by process index if this was the last one, None if some are missing, or a fault if the host begins
-          too many exchanges or the hosts make different ones.
+          too many exchanges, the hosts make different ones, or a host that is missing has ended.
         """
         now = time.monotonic()
         begun = sum(host in exchange.values for exchange in self._open.values())
@@ -63,9 +64,21 @@ class Exchanges:
         exchange = self._open.setdefault(topic, _Exchange(now, now))
         exchange.values[host] = value
         if len(exchange.values) < self._hosts:
-            return self._compare(topic)
+            return self._compare(topic) or self._absent(topic)
         del self._open[topic]
         return [exchange.values[each] for each in range(self._hosts)]
+
+    def end(self, host: int) -> Fault | None:
+        """Note that a host makes no more exchanges. Returns a fault if others wait for it in one."""
+        self._ended.add(host)
+        return next((fault for topic in self._open if (fault := self._absent(topic)) is not None), None)
+
+    def _absent(self, topic: Topic) -> Fault | None:
+        """Return a fault if a host has ended without taking part in an open exchange."""
+        if not (absent := self._ended - self._open[topic].values.keys()):
+            return None
+        text = f"its command ended, but other hosts reached {topic[0]!r} and wait for it"
+        return Fault("ended", text, host=min(absent))
 
     def _compare(self, topic: Topic) -> Fault | None:
         """Return a fault if hosts have begun different exchanges under the same number.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ import pytest
 
 from checkpoints import DEMO
 from launch import convert, doctor, verify
-from launch.process import collectives, environment
+from launch.process import collectives, environment, streams
 from runtime import InputError, MeshSpec
 
 
@@ -85,6 +87,27 @@ def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = collectives.probe_mesh(MeshSpec(tensor=4), jax.devices())
     with pytest.raises(RuntimeError, match="tensor=4 gave a wrong sum"):
         list(collectives.collective_lines(mesh, 0.01))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_reader_that_goes_away(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host alone ends; one of several computes all lines, because the others wait for it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    computed = []
+
+    def lines() -> Iterator[str]:
+        for number in range(3):
+            computed.append(number)
+            yield str(number)
+
+    monkeypatch.setattr(doctor, "this_host", lambda: SimpleNamespace(count=hosts))
+    with os.fdopen(writer, "w", 1) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(BrokenPipeError) if hosts == 1 else contextlib.nullcontext():
+            doctor.section("sums", lines())
+        streams.drop_output()  # the file is flushed when it is closed
+    assert len(computed) == (0 if hosts == 1 else 3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="without libtpu there is nothing to silence")

@@ -316,3 +316,19 @@ def test_hosts_that_ask_different_questions_do_not_wait_for_one_another(
     assert (fault.kind, fault.code) == ("differ", EXIT_USER_ERROR)
     assert named in fault.describe()
     assert fault.hosts == (host,)
+
+
+@pytest.mark.parametrize("first", ["done", "gather"])
+def test_nobody_waits_for_a_host_that_has_ended(first: str) -> None:
+    """A command that ends early, for example because nobody reads its output, exits with 0."""
+
+    async def scene(peers: list[Peer]) -> None:
+        for kind in ("done", "gather") if first == "done" else ("gather", "done"):
+            peers[kind == "gather"].send(kind, topic="devices", number=1, value=None)
+            await asyncio.sleep(0.3)
+
+    fault, peers, _ = run_hosts(scene)
+    assert fault is not None
+    assert (fault.kind, fault.host, fault.code) == ("ended", 0, EXIT_RESTART)
+    assert "other hosts reached 'devices' and wait for it" in fault.describe()
+    assert {"verdict"} <= peers[0].kinds() & peers[1].kinds()
