@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from launch.hosts.preflight import digest
+from launch.hosts.preflight import digest, package_facts
 from launch.process.startup import define_device_flags, fail, run_launcher, start_devices, this_host
 
 try:
@@ -36,6 +36,8 @@ except ModuleNotFoundError as missing:
 from launch.harness.model import HarnessModel
 from runtime import InputError
 
+# These decide what the harness asks, and what its answers count.
+_PACKAGES = ("lm_eval", "transformers", "tokenizers")
 # The harness loads data and computes metrics without any progress of the devices, which may take hours.
 _STALL_SECONDS = 1 << 20
 
@@ -60,11 +62,15 @@ def check_tasks(arguments: Sequence[str]) -> None:
 def main(values: flags.FlagValues) -> None:
     """Run the harness with its own command line."""
     check_tasks(sys.argv[1:])
-    start_devices(values, {"arguments": digest("\0".join(sys.argv[1:]))}, end_within=1.0)
+    inputs = {"arguments": digest("\0".join(sys.argv[1:]))} | package_facts(_PACKAGES)
+    start_devices(values, inputs, end_within=1.0)
     if this_host().count > 1:
         # Where it is not 0, the harness evaluates all documents too, but neither prints nor writes results.
         os.environ["LOCAL_RANK"] = str(this_host().process_index)
     cli_evaluate()
+    # A host that has all answers in its database of --use_cache asks the model nothing. Others, which lack some, wait
+    # for it, and here all notice that.
+    this_host().gather("end of the harness", None)
 
 
 def run() -> None:

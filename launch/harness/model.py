@@ -14,8 +14,8 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from checkpoints import DEMO
-from launch.hosts.preflight import agree_on_programs
+from checkpoints import DEMO, folder_fingerprint, open_folder
+from launch.hosts.preflight import agree, agree_on_programs, digest
 from launch.process.startup import this_host
 from runtime import (
     CompletionBuilder,
@@ -68,13 +68,17 @@ class HarnessModel(LM):
           decoding: decoding parameters, which override those of a task.
 
         Raises:
-          InputError: a parameter is invalid or does not apply to this model.
+          InputError: a parameter is invalid or does not apply to this model, or hosts have different checkpoints or
+            parameters.
         """
         super().__init__()
         spec = mesh.replace(";", ",") if mesh else None
-        self.engine = Engine.load(
-            checkpoint, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots, lora=lora
-        )
+        folder = open_folder(checkpoint, lora=lora)
+        # The parameters may come from a file of the harness, which is not on its command line.
+        given = (spec, dtype, quantize, kv_cache, slots, seed, mc_samples, sorted(decoding.items()))
+        facts = {"checkpoint": folder_fingerprint(folder), "model_args": repr(given)}
+        agree(this_host(), "model", facts, "the hosts are about to load different models: ")
+        self.engine = Engine.load(folder, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots)
         self.engine.runner.programs.before_run = agree_on_programs(this_host())
         self._name, self._slots, self._seed, self._samples = Path(checkpoint).name, slots, seed, mc_samples
         self._decoding = decoding
@@ -87,6 +91,19 @@ class HarnessModel(LM):
             if name not in known:
                 raise InputError(f"model_args: unknown {name}; use {', '.join(known)}", field=name)
         return self.engine.with_end_tokens(self.engine.published(**fields))
+
+    @staticmethod
+    def _agree(call: str, requests: Sequence[object]) -> None:
+        """Compare the requests of all hosts: of different ones, each host would compute a part.
+
+        Raises:
+          InputError: they differ.
+        """
+        if this_host().count > 1:
+            asked = digest("".join(digest(repr(request)) for request in requests))
+            facts = {"their number": str(len(requests)), "their digest": asked}
+            beginning = "the hosts got different requests (they need the same data sets and databases of --use_cache): "
+            agree(this_host(), f"requests of {call}", facts, beginning)
 
     # ---- likelihoods ------------------------------------------------------------------------------------------
 
@@ -107,6 +124,7 @@ class HarnessModel(LM):
         For a diffusion model the latter is not computed and always False.
         """
         pairs = [self._pair(*request.args) for request in requests]
+        self._agree("loglikelihood", pairs)
         if self.engine.config.objective == "autoregressive":
             return self.engine.log_likelihoods(pairs)
         found = self.engine.estimate_log_likelihoods(pairs, samples=self._samples, seed=self._seed)
@@ -120,7 +138,7 @@ class HarnessModel(LM):
         """
         if self.engine.config.objective == "masked_diffusion":
             raise InputError("rolling log-likelihoods (perplexity) require an autoregressive model")
-        found = []
+        texts = []
         for request in requests:
             windows = get_rolling_token_windows(
                 token_list=self.engine.tokenizer.encode(request.args[0]),
@@ -128,9 +146,9 @@ class HarnessModel(LM):
                 max_seq_len=self.engine.config.max_positions - 1,
                 context_len=1,
             )
-            pairs = [make_disjoint_window(window) for window in windows]
-            found.append(sum(value for value, _ in self.engine.log_likelihoods(pairs)))
-        return found
+            texts.append([make_disjoint_window(window) for window in windows])
+        self._agree("loglikelihood_rolling", texts)
+        return [sum(value for value, _ in self.engine.log_likelihoods(pairs)) for pairs in texts]
 
     # ---- generation -------------------------------------------------------------------------------------------
 
@@ -148,6 +166,7 @@ class HarnessModel(LM):
             rows.append(RowRequest(tokens[-max(1, room) :], config, seed))
             until = asked.get("until") or []
             stops.append([until] if isinstance(until, str) else list(until))
+        self._agree("generate_until", list(zip(rows, stops, strict=True)))
         texts = [""] * len(rows)
         builder = CompletionBuilder(self.engine.tokenizer, self.engine.config.mask_token_id, self.engine.end_token_ids)
         for results in self.engine.scheduler(rows, self._slots, self.engine.stop_tests(stops)).run():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,12 +49,15 @@ def code_digest() -> str:
 
 def version_facts() -> Facts:
     """Return the versions of Python, the code and the packages on this host."""
-    facts = {"python": platform.python_version(), "code": code_digest()}
-    for package in _PACKAGES:
-        try:
+    return {"python": platform.python_version(), "code": code_digest()} | package_facts(_PACKAGES)
+
+
+def package_facts(packages: Iterable[str]) -> Facts:
+    """Return the versions of these packages on this host, without those that are not installed."""
+    facts = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return facts
 
 
@@ -204,6 +208,28 @@ def _differ(beginning: str, separator: str, problems: Sequence[Difference]) -> H
     return HostsDifferError(beginning + separator.join(problem.text for problem in problems), hosts)
 
 
+def agree(host: Host, topic: str, facts: Facts, beginning: str) -> None:
+    """Compare facts of all hosts during a run. Every host makes this call.
+
+    Args:
+      host: this host.
+      topic: the name of the comparison, the same on all hosts.
+      facts: facts of this host by name.
+      beginning: the beginning of the message if they differ.
+
+    Raises:
+      HostsDifferError: hosts differ; the message names them and the difference.
+    """
+    if host.count > 1:
+        _compare(host.gather(topic, facts), beginning)
+
+
+def _compare(facts: Sequence[Facts], beginning: str) -> None:
+    names = [host_name(process_index, None) for process_index in range(len(facts))]
+    if problems := differences(facts, names):
+        raise _differ(beginning, "; ", problems)
+
+
 def agree_on_programs(host: Host) -> Callable[[Any], None]:
     """Make the function to call before each run of a program: hosts compare a new program before it is compiled.
 
@@ -216,8 +242,7 @@ def agree_on_programs(host: Host) -> Callable[[Any], None]:
         if lowered is None or host.count == 1:
             return
         prints = host.gather("program", digest(lowered.as_text()))
-        if problems := differences([{"the program": one} for one in prints], [f"host {n}" for n in range(host.count)]):
-            raise _differ("the hosts are about to run different programs: ", "; ", problems)
+        _compare([{"the program": one} for one in prints], "the hosts are about to run different programs: ")
 
     return before_run
 

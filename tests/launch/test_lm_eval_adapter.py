@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absl import flags
 
 pytest.importorskip("lm_eval.api.model")
 
 from checkpoints import DEMO
 from launch import lm_eval_adapter
+from launch.harness import model as harness_model
 from launch.harness.model import HarnessModel
+from launch.hosts.faults import HostsDifferError
+from launch.hosts.host import Host
 from sharding.errors import InputError
 from tests.launch.mistakes import refusal
 
@@ -76,6 +80,69 @@ def test_what_the_harness_asks() -> None:
     assert likely[1] is False
     with pytest.raises(InputError, match="autoregressive"):
         model.loglikelihood_rolling([request("text")])
+
+
+class Pair(Host):
+    """Simulates two hosts. The other one says the same as this one, except what a test sets by topic."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[tuple[str, Any]] = []
+        self.other: dict[str, dict[str, str]] = {}
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        self.said.append((topic, value))
+        return [value, value | self.other[topic] if topic in self.other else value]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    host = Pair()
+    monkeypatch.setattr(harness_model, "this_host", lambda: host)
+    monkeypatch.setattr(lm_eval_adapter, "this_host", lambda: host)
+    return host
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "model_args"])
+def test_hosts_with_different_models(name: str, pair: Pair) -> None:
+    pair.other["model"] = {name: "another"}
+    with pytest.raises(HostsDifferError, match=f"{name} is another on host 1, and .* on the others") as found:
+        HarnessModel()
+    assert found.value.hosts == [1]
+
+
+def test_hosts_with_different_requests(pair: Pair, gpt2: Path) -> None:
+    """Nothing is computed before all hosts have said what the harness asked them."""
+    model = HarnessModel(checkpoint=str(gpt2), mesh="tensor=1;data=-1")
+    asked = {
+        "generate_until": [("import os\n", UNTIL), ("import os\n", UNTIL | {"until": ["\n"]}), ("import re\n", UNTIL)],
+        "loglikelihood": [("import", " os"), ("import", " re")],
+        "loglikelihood_rolling": [("import os",), ("import re",)],
+    }
+    for call, requests in asked.items():
+        pair.other = {f"requests of {call}": {"their number": "7"}}
+        for one in requests:
+            with pytest.raises(HostsDifferError, match="their number is 7 on host 1, and 1 on the others"):
+                getattr(model, call)([request(*one)])
+    model_topic, *topics = [topic for topic, _ in pair.said]
+    assert model_topic == "model"
+    assert topics == [f"requests of {call}" for call, requests in asked.items() for _ in requests]
+    digests = [value["their digest"] for _, value in pair.said[1:]]
+    assert len(set(digests)) == len(digests)
+
+
+def test_what_hosts_compare_before_and_after_a_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that asks the model nothing, because all answers are in its database, reaches the end alone."""
+    compared: dict[str, str] = {}
+    monkeypatch.setattr(lm_eval_adapter, "start_devices", lambda values, inputs, **more: compared.update(inputs))
+    monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: pair.gather("requests of loglikelihood", {}))
+    monkeypatch.setattr(sys, "argv", ["adapter", "run", "--tasks=tiny"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    lm_eval_adapter.main(flags.FlagValues())
+    assert set(compared) == {"arguments", "lm_eval", "transformers", "tokenizers"}
+    assert [topic for topic, _ in pair.said] == ["requests of loglikelihood", "end of the harness"]
 
 
 def test_wrong_model_args() -> None:
