@@ -50,13 +50,24 @@ def check_tasks(arguments: Sequence[str]) -> None:
     """
     if not arguments or arguments[0] in ("ls", "validate") or {"-h", "--help"} & set(arguments):
         return
-    # allow_abbrev as in the harness, which also takes tasks from a file.
+    found = _parse(arguments)
+    if arguments[1:] and not found.tasks and found.config is None:
+        raise InputError("give --tasks=NAME,NAME; python -m launch.lm_eval_adapter ls tasks lists them")
+
+
+def may_use_cache(arguments: Sequence[str]) -> bool:
+    """Whether a command line of the harness, or the file that it names, may name a database of answers."""
+    found = _parse(arguments)
+    return found.use_cache is not None or found.config is not None
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    # allow_abbrev as in the harness, which also takes all options from a file.
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--tasks", "-t", nargs="*")
     parser.add_argument("--config", "-C")
-    found, _ = parser.parse_known_args(arguments)
-    if arguments[1:] and not found.tasks and found.config is None:
-        raise InputError("give --tasks=NAME,NAME; python -m launch.lm_eval_adapter ls tasks lists them")
+    parser.add_argument("--use_cache", "-c")
+    return parser.parse_known_args(arguments)[0]
 
 
 def main(values: flags.FlagValues) -> None:
@@ -64,8 +75,8 @@ def main(values: flags.FlagValues) -> None:
     check_tasks(sys.argv[1:])
     inputs = {"arguments": digest("\0".join(sys.argv[1:]))} | package_facts(_PACKAGES)
     start_devices(values, inputs, end_within=1.0)
-    if this_host().count > 1:
-        # Where it is not 0, the harness evaluates all documents too, but neither prints nor writes results.
+    if this_host().count > 1 and may_use_cache(sys.argv[1:]):
+        # Else the hosts would write the same database. Without one, the model sets it later.
         os.environ["LOCAL_RANK"] = str(this_host().process_index)
     cli_evaluate()
     # A host that has all answers in its database of --use_cache asks the model nothing. Others, which lack some, wait

@@ -6,6 +6,7 @@ authors, which does not report whether greedy decoding yields the text.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -96,6 +97,8 @@ class HarnessModel(LM):
     def _agree(call: str, requests: Sequence[object]) -> None:
         """Compare the requests of all hosts: of different ones, each host would compute a part.
 
+        From here on, only host 0 prints and writes results.
+
         Raises:
           InputError: they differ.
         """
@@ -104,6 +107,9 @@ class HarnessModel(LM):
             facts = {"their number": str(len(requests)), "their digest": asked}
             beginning = "the hosts got different requests (they need the same data sets and databases of --use_cache): "
             agree(this_host(), f"requests of {call}", facts, beginning)
+            # Where it is not 0, the harness evaluates all documents too, but neither prints nor writes results. Not
+            # earlier: a task that is imported where it is not 0, such as ifeval, does not download the data it needs.
+            os.environ["LOCAL_RANK"] = str(this_host().process_index)
 
     # ---- likelihoods ------------------------------------------------------------------------------------------
 

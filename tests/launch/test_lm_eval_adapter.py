@@ -83,9 +83,10 @@ def test_what_the_harness_asks() -> None:
 
 
 class Pair(Host):
-    """Simulates two hosts. The other one says the same as this one, except what a test sets by topic."""
+    """Simulates the second of two hosts. The first says the same, except what a test sets by topic."""
 
     count = 2
+    process_index = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Pair(Host):
 
     def gather(self, topic: str, value: Any) -> list[Any]:
         self.said.append((topic, value))
-        return [value, value | self.other[topic] if topic in self.other else value]
+        return [value | self.other[topic] if topic in self.other else value, value]
 
 
 @pytest.fixture
@@ -102,13 +103,15 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     host = Pair()
     monkeypatch.setattr(harness_model, "this_host", lambda: host)
     monkeypatch.setattr(lm_eval_adapter, "this_host", lambda: host)
+    monkeypatch.setenv("LOCAL_RANK", "to be restored")
+    monkeypatch.delenv("LOCAL_RANK")
     return host
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "model_args"])
 def test_hosts_with_different_models(name: str, pair: Pair) -> None:
     pair.other["model"] = {name: "another"}
-    with pytest.raises(HostsDifferError, match=f"{name} is another on host 1, and .* on the others") as found:
+    with pytest.raises(HostsDifferError, match=f"{name} is .* on host 1, and another on the others") as found:
         HarnessModel()
     assert found.value.hosts == [1]
 
@@ -124,24 +127,41 @@ def test_hosts_with_different_requests(pair: Pair, gpt2: Path) -> None:
     for call, requests in asked.items():
         pair.other = {f"requests of {call}": {"their number": "7"}}
         for one in requests:
-            with pytest.raises(HostsDifferError, match="their number is 7 on host 1, and 1 on the others"):
+            with pytest.raises(HostsDifferError, match="their number is 1 on host 1, and 7 on the others"):
                 getattr(model, call)([request(*one)])
     model_topic, *topics = [topic for topic, _ in pair.said]
     assert model_topic == "model"
     assert topics == [f"requests of {call}" for call, requests in asked.items() for _ in requests]
     digests = [value["their digest"] for _, value in pair.said[1:]]
     assert len(set(digests)) == len(digests)
+    assert "LOCAL_RANK" not in os.environ, "the tasks were imported with it"
+    pair.other = {}
+    assert len(model.loglikelihood([request("import", " os")])) == 1
+    assert os.environ["LOCAL_RANK"] == "1", "this host would write results too"
 
 
-def test_what_hosts_compare_before_and_after_a_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that asks the model nothing, because all answers are in its database, reaches the end alone."""
+@pytest.mark.parametrize(("more", "rank"), [([], None), (["--use_cache=answers"], "1"), (["-C", "f.yaml"], "1")])
+def test_a_host_before_and_after_a_run(
+    more: list[str], rank: str | None, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that asks the model nothing, because all answers are in its database, reaches the end alone.
+
+    The harness names this database by the rank. Without one, tasks are imported first: where the rank is not 0, some
+    of them do not download data that they need.
+    """
     compared: dict[str, str] = {}
+    ranks = []
+
+    def evaluate() -> None:
+        ranks.append(os.environ.get("LOCAL_RANK"))
+        pair.gather("requests of loglikelihood", {})
+
     monkeypatch.setattr(lm_eval_adapter, "start_devices", lambda values, inputs, **more: compared.update(inputs))
-    monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: pair.gather("requests of loglikelihood", {}))
-    monkeypatch.setattr(sys, "argv", ["adapter", "run", "--tasks=tiny"])
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", evaluate)
+    monkeypatch.setattr(sys, "argv", ["adapter", "run", "--tasks=tiny", *more])
     lm_eval_adapter.main(flags.FlagValues())
     assert set(compared) == {"arguments", "lm_eval", "transformers", "tokenizers"}
+    assert ranks == [rank]
     assert [topic for topic, _ in pair.said] == ["requests of loglikelihood", "end of the harness"]
 
 
