@@ -25,6 +25,7 @@ from launch.openai.bodies import (
     nothing_else,
     read_draft,
 )
+from launch.openai.idle import without_idle
 from launch.openai.objects import parse_object, parse_objects
 from runtime import InputError, RowRequest, row_seed
 
@@ -199,7 +200,7 @@ class _Reader:
                 first, again, identity = self._seen[identity], identity, None
                 raise InputError(f"duplicate id {again!r:.80} (first used on line {first})")
             self._seen[identity] = number
-            form, fields = _fields(record, self.ignored)
+            form, fields = _fields(record, self.ignored, self._defaults.samples)
             self._drafts.append(_Drafted(number, identity, form, read_draft(fields, self._defaults)))
         except InputError as error:
             self.bad.append(BadLine(number, identity, str(error)))
@@ -258,7 +259,7 @@ def _check_call(record: Mapping[str, Any], form: Form) -> None:
             raise InputError(f"{name}: {record[name]!r:.100}; for this body expected {expected}", field=name)
 
 
-def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dict[str, Any]]:
+def _fields(record: dict[str, Any], ignored: dict[str, None], samples: int) -> tuple[Form, dict[str, Any]]:
     """Return the format of a line's results and the fields of its request, under the names of our parameters.
 
     The format is ``completion`` or ``chat`` for an OpenAI batch request (with a ``custom_id``), otherwise ``plain``.
@@ -266,6 +267,7 @@ def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dic
     Args:
       record: the JSON object of the line.
       ignored: names of unknown fields of ``plain`` lines are added to it, as keys.
+      samples: number of samples of a line that does not set it.
 
     Raises:
       InputError: a parameter is given twice, or an OpenAI batch request has no body or asks for something unsupported.
@@ -290,5 +292,5 @@ def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dic
         # Datasets have further fields, which are ignored.
         ignored.update(dict.fromkeys(rest))
     else:
-        nothing_else(rest)
+        nothing_else(without_idle(rest, fields.get("num_return_sequences", samples), chat=form == "chat"))
     return form, fields

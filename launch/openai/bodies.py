@@ -396,6 +396,8 @@ def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
         raise InputError("expected either a prompt or messages", field="prompt")
     if prompt is None:
         return _messages(changes["messages"])
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        (prompt,) = prompt  # a list of prompts that has one
     if not isinstance(prompt, (str, list)):
         raise InputError("prompt: expected a string or a list of token ids", field="prompt")
     check_prompt_size(_not_empty(prompt), defaults.model.max_positions)

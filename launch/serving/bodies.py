@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticKnownError
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
+from launch.openai.idle import Modality, ResponseType, ToolChoice, check_best_of
 from runtime import (
     EXPOSED_PARAMETERS,
     MAX_TEMPERATURE,
@@ -162,8 +163,7 @@ class CompletionBody(Generate):
 
     @model_validator(mode="after")
     def _no_best(self) -> CompletionBody:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InputError("best_of must equal n: every completion is returned", field="best_of")
+        check_best_of(self.best_of, self.n or 1)
         return self
 
 
@@ -185,7 +185,7 @@ class Message(Body):
 class ResponseFormat(Body):
     """The format of a response. Only text is supported."""
 
-    type: Literal["text"]
+    type: ResponseType
 
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ class ChatBody(GenerateChat):
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    tool_choice: ToolChoice | None = None
+    modalities: Annotated[list[Modality], Field(max_length=1)] | None = None
     metadata: Annotated[dict[Name, Name], Field(max_length=16)] | None = None
     store: Off | None = None
     service_tier: Literal["auto", "default"] | None = None

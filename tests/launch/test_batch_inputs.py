@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import DEMO, CheckpointError, open_folder
@@ -20,6 +21,7 @@ from launch.batches import lines as batch_lines
 from launch.batches.collector import paused_collector
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
 from launch.openai.bodies import Defaults, read_asked
+from launch.serving.bodies import ChatBody, CompletionBody
 from runtime import DiffusionConfig, encode_prompts, parse_config
 from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from runtime.text.tokenizer import TextTokenizer
@@ -320,3 +322,43 @@ def test_cycles_made_while_the_collector_is_paused_are_freed() -> None:
         assert cycle() is not None
         set_aside()
         assert cycle() is None
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        ({"prompt": "x", "best_of": 1}, ""),
+        ({"prompt": "x", "n": 2, "best_of": 2}, ""),
+        ({"prompt": "x", "n": 2, "best_of": 3}, "best_of must equal n"),
+        ({"prompt": "x", "best_of": True}, "best_of must equal n"),
+        ({"prompt": ["x"]}, ""),
+        ({"prompt": [[5, 6]]}, ""),
+        ({"prompt": [""]}, "the prompt is empty"),
+        ({"prompt": "x", "tool_choice": "none"}, "tool_choice: not supported"),
+        (CHAT | {"best_of": 1}, "best_of: not supported"),
+        (CHAT | {"response_format": {"type": "text"}}, ""),
+        (CHAT | {"response_format": {"type": "json_object"}}, "response_format: not supported"),
+        (CHAT | {"response_format": {"type": "text", "schema": {}}}, "response_format: not supported"),
+        (CHAT | {"tool_choice": "none", "modalities": ["text"], "tools": []}, ""),
+        (CHAT | {"tool_choice": "required"}, "tool_choice: not supported"),
+        (CHAT | {"modalities": ["text", "audio"]}, "modalities: not supported"),
+        (CHAT | {"stream_options": {"include_usage": True}}, "stream_options: not supported"),
+    ],
+)
+def test_fields_without_effect_are_accepted_as_by_the_server(
+    body: dict[str, Any], refused: str, tmp_path: Path, defaults: Defaults
+) -> None:
+    defaults.tokenizer.chat_template = "{{ messages[0].content }}"
+    raw = json.dumps({"custom_id": "a", "body": body}).encode()
+    found = read(tmp_path, raw, defaults)
+    assert [one.id for one in found.lines] == ([] if refused else ["a"])
+    assert all(refused in one.message for one in found.bad)
+    kind = ChatBody if "messages" in body else CompletionBody
+    if refused and refused != "the prompt is empty":  # the server's reader finds that
+        with pytest.raises(ValidationError):
+            kind.model_validate(body)
+    else:
+        kind.model_validate(body)
