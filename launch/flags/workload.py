@@ -16,6 +16,7 @@ from runtime import (
     IntegerOrWord,
     ModelConfig,
     check_draft_objectives,
+    default_steps,
     parse_config,
 )
 from runtime.planner import PRESETS, Workload, preset
@@ -129,16 +130,18 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         )
     if values.draft_axis is not None and not values.draft_steps:
         raise InputError("--draft_axis needs --draft_steps", field="draft_axis")
-    block_length = config.attention_block_length or Workload.block_length
+    block_length = values.block_length
+    if block_length is None:
+        block_length = config.attention_block_length or Workload.block_length
     return name if draft is None else f"{name} with the draft model {draft[0]}", Workload(
         config,
         values.dtype or config.dtype,
         values.batch,
         values.prompt,
         values.new_tokens,
-        values.new_tokens if values.steps is None else values.steps,
+        default_steps(config, values.new_tokens, block_length) if values.steps is None else values.steps,
         values.cache,
-        block_length if values.block_length is None else values.block_length,
+        block_length,
         values.quantize if stored == "none" else stored,
         values.draft_steps or 0,
         values.draft_axis or Workload.draft_axis,

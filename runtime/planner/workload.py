@@ -141,9 +141,11 @@ class Workload:
         kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in _DECODING}
         for name, kind in kinds.items():
             kind.read(name, getattr(self, name))
-        if self.block_length > self.new_tokens and self.cache != "none":
+        # The decoder keeps its default windows if there are fewer new tokens.
+        longest = max(self.new_tokens, self.config.attention_block_length or DEFAULT_BLOCK_LENGTH)
+        if self.block_length > longest and self.cache != "none":
             raise InputError(
-                f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})",
+                f"block_length is {self.block_length}; expected 1 to {longest} with {self.new_tokens} new tokens",
                 field="block_length",
             )
         check_kind(self.config, self.sampling() if self.config.objective == "autoregressive" else self.decoding())

@@ -9,7 +9,8 @@ import pytest
 
 from runtime import DiffusionConfig
 from runtime.execution.draft_models import DraftModel
-from runtime.execution.rows import check_kind
+from runtime.execution.rows import check_kind, default_steps
+from runtime.execution.specialization import denoise_program
 from runtime.models.config import PublishedSettings
 from runtime.models.families import model_layout
 from runtime.models.kv_cache import cache_bytes_per_device
@@ -68,6 +69,25 @@ def test_the_engine_runs_the_planned_passes(name: str) -> None:
         )
         assert result.stats.masks_left == 0
         assert phase.forwards == result.stats.forwards
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "new", "block"),
+    [("dream_tiny", "dual", 12, 32), ("sdar_tiny", "exact", 3, 4)],
+)
+def test_the_default_block_may_be_longer_than_the_new_tokens(name: str, cache: str, new: int, block: int) -> None:
+    """The decoder does not shorten its windows to the new tokens, so the plan does not either."""
+    engine = golden_cases.engine("data=1", golden_cases.FOLDER.parent / name)
+    steps = default_steps(engine.config, new, block)
+    workload = Workload(engine.config, "float32", 1, 8, new, steps, cache, block)
+    decoding = workload.decoding().replace(suppress_mask=True)
+    result = engine.generate_tokens(np.full((1, 8), 5, np.int32), config=decoding)
+    assert result.stats.masks_left == 0
+    phases = workload.phases(engine.layout, engine.platform)
+    assert sum(phase.forwards for phase in phases) == result.stats.forwards
+    canvas, span = (of(engine.layout, engine.platform) for of in (workload.canvas, workload.span))
+    program = denoise_program(decoding, engine.config, "float32", chunk=8, width=canvas, span=span)
+    assert workload.windows(engine.layout, engine.platform) == program.windows
 
 
 def test_a_plan_requires_a_number_of_drafts() -> None:

@@ -1,0 +1,34 @@
+"""The workload that the flags of ``plan`` describe."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from launch import plan
+from runtime import DiffusionConfig
+from runtime.execution.rows import published_config
+from runtime.planner.presets import preset
+
+
+def workload(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    plan.run(["plan", "--compile=0", "--topology=v5e-8", "--json", *arguments])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["workload"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "new", "steps", "block"),
+    [("diffucoder-7b", "dual", 16, 16, 32), ("sdar-8b", "exact", 3, 4, 4), ("llada-8b", "none", 44, 64, 32)],
+)
+def test_new_tokens_that_do_not_fill_a_block(
+    model: str, cache: str, new: int, steps: int, block: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They take as many steps as in a run with the published settings."""
+    found = workload(capsys, f"--model={model}", f"--cache={cache}", f"--new_tokens={new}")
+    assert (found["steps"], found["block_length"]) == (steps, block)
+    published = published_config(preset(model), "", max_new_tokens=new, cache=cache)
+    assert isinstance(published, DiffusionConfig)
+    assert published.steps == steps
