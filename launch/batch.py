@@ -100,7 +100,8 @@ def main(values: flags.FlagValues) -> None:
                 output.check(facts)
             if values.verbose:
                 say(describe(defaults.config))
-            for sentence in notices(values, folder, defaults.model.family, [defaults.config]):
+            own = (line.config for line in batch.lines)
+            for sentence in notices(values, folder, defaults.model.family, [defaults.config], requests=own):
                 say(sentence)
         if output is not None:
             output.begin(facts)

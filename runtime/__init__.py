@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from runtime.execution.left_padding import read_rows, unpadded_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.policy import SchedulerPolicy
-    from runtime.execution.pool_shape import PoolShape, step_limit
+    from runtime.execution.pool_shape import PoolShape, step_limit, uses_cache
     from runtime.execution.pool_state import PoolLimits
     from runtime.execution.requests import (
         CanvasChanged,
@@ -211,6 +211,7 @@ __all__ = [
     "stop_tests",
     "tensor_sizes",
     "unpadded_rows",
+    "uses_cache",
     "weight_bytes",
     "with_model_blocks",
 ]
@@ -332,6 +333,7 @@ _HOMES = {
     "parse_json_objects": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
     "unpadded_rows": "runtime.execution.left_padding",
+    "uses_cache": "runtime.execution.pool_shape",
     "weight_bytes": "runtime.execution.runner",
     "with_model_blocks": "runtime.execution.rows",
 }

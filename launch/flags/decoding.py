@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from absl import flags
@@ -30,6 +31,7 @@ from runtime import (
     declared_parameters,
     default_steps,
     own_names,
+    uses_cache,
     with_model_blocks,
 )
 
@@ -232,11 +234,22 @@ def notices(
     values: flags.FlagValues,
     folder: CheckpointFolder,
     family: Family,
-    configs: Iterable[DiffusionConfig | SamplingConfig],
+    configs: Sequence[DiffusionConfig | SamplingConfig],
+    *,
+    requests: Iterable[DiffusionConfig | SamplingConfig] = (),
 ) -> list[str]:
-    """Return sentences about settings that have no effect, of the checkpoint and of a run's configurations."""
+    """Return sentences about settings that have no effect, of the checkpoint and of a run's configurations.
+
+    Args:
+      values: parsed flags.
+      folder: the checkpoint.
+      family: the model's family.
+      configs: the configurations that flags make.
+      requests: those of requests that set parameters themselves.
+    """
     found = ignored_notice(values, folder, family) + prompt_notice(folder) + quantize_notice(values, folder)
     found += [sentence for config in configs for sentence in draft_notice(config)]
+    found += cache_notice(values, chain(configs, requests))
     return list(dict.fromkeys(found))
 
 
@@ -273,6 +286,14 @@ def quantize_notice(values: flags.FlagValues, folder: CheckpointFolder) -> list[
     if "none" in (asked, stored) or asked == stored:
         return []
     return [f"ignored: --quantize={asked}; the weights are stored as {stored} and stay so"]
+
+
+def cache_notice(values: flags.FlagValues, configs: Iterable[DiffusionConfig | SamplingConfig]) -> list[str]:
+    """Return a sentence that says that ``--kv_cache`` has no effect, if none of the configurations has a cache."""
+    dtype = values.kv_cache if "kv_cache" in values else "model"
+    if dtype == "model" or any(map(uses_cache, configs)):
+        return []
+    return [f"--kv_cache={dtype} has no effect with --cache=none, which keeps no keys and values"]
 
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:

@@ -217,6 +217,23 @@ def test_weights_that_are_stored_quantized_stay_so(asked: str, stored: str, said
     assert notices(values, open_folder(tmp_path), DREAM, []) == said
 
 
+def test_a_dtype_of_the_cache_without_a_cache_is_named() -> None:
+    """Unless a mode of the server, or a line of a batch, has a cache."""
+    folder, plain, cached = open_folder(DEMO), DiffusionConfig(), DiffusionConfig(cache="dual")
+    for dtype in ("int8", "model"):
+        values = flags.FlagValues()
+        generate.define_flags(values)
+        values(["generate", f"--kv_cache={dtype}"])
+        said = [f"--kv_cache={dtype} has no effect with --cache=none, which keeps no keys and values"]
+        said = [] if dtype == "model" else said
+        assert notices(values, folder, DREAM, [plain]) == said
+        assert notices(values, folder, GPT2, [SamplingConfig(use_cache=False)]) == said
+        assert notices(values, folder, GPT2, [SamplingConfig()]) == []
+        assert notices(values, folder, DREAM, [plain, cached]) == []
+        assert notices(values, folder, DREAM, [plain], requests=[plain]) == said
+        assert notices(values, folder, DREAM, [plain], requests=[plain, cached]) == []
+
+
 @pytest.mark.parametrize("family", ["llada", "fast_dllm_v2", "sdar"])
 def test_settings_that_the_original_code_does_not_read(family: str, tmp_path: Path) -> None:
     """A parent's ``generation_config.json``, copied to such a checkpoint, does not change its authors' settings."""
