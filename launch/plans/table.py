@@ -10,6 +10,7 @@ from rich.table import Table
 
 from launch.display.console import PipedConsole
 from launch.plans.topology_plan import TopologyPlan
+from runtime import model_layout
 from runtime.planner import (
     Estimate,
     Workload,
@@ -22,9 +23,12 @@ from runtime.planner import (
 
 def describe_plans(workload: Workload, plans: Sequence[TopologyPlan], price: float | None) -> dict[str, Any]:
     """Return the workload and its plans as plain objects. ``price`` is in dollars per chip-hour."""
-    names = ("dtype", "batch", "prompt", "new_tokens", "steps", "cache", "block_length", "quantization")
+    names = ["dtype", "batch", "prompt", "new_tokens", "steps", "cache", "block_length", "quantization"]
+    names += ["draft_steps", "draft_axis"]
+    draft = workload.draft
+    model = draft and {"parameters": model_layout(draft.config).parameter_count, "quantization": draft.quantization}
     return {
-        "workload": {name: getattr(workload, name) for name in names},
+        "workload": {name: getattr(workload, name) for name in names} | {"draft_model": model},
         "plans": [
             describe_topology(plan.topology)
             | {

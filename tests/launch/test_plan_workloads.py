@@ -32,3 +32,13 @@ def test_new_tokens_that_do_not_fill_a_block(
     published = published_config(preset(model), "", max_new_tokens=new, cache=cache)
     assert isinstance(published, DiffusionConfig)
     assert published.steps == steps
+
+
+def test_drafts_are_part_of_the_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two plans with different drafts looked alike."""
+    plain = workload(capsys, "--model=diffucoder-7b")
+    assert (plain["draft_steps"], plain["draft_axis"], plain["draft_model"]) == (0, "none", None)
+    steps = workload(capsys, "--model=diffucoder-7b", "--draft_steps=3", "--draft_axis=data", "--batch=8")
+    assert (steps["draft_steps"], steps["draft_axis"]) == (3, "data")
+    model = workload(capsys, "--model=qwen3-8b", "--draft_model=qwen3-0.6b", "--quantize=int8")["draft_model"]
+    assert model == {"parameters": 596_049_920, "quantization": "int8"}
