@@ -122,7 +122,8 @@ class Backend:
           chat: whether to use the threads for chats.
 
         Raises:
-          ApiError: the server is busy or shutting down, it takes too long, the body is not JSON, or a value is wrong.
+          ApiError: the server is busy or shutting down, it takes too long, the body is compressed or not JSON, or a
+            value is wrong.
           pydantic.ValidationError: the body does not match ``kind``.
         """
         arrived = time.monotonic()
@@ -132,6 +133,8 @@ class Backend:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "Content-Type must be application/json.", "unsupported_media_type")
+        if request.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+            raise ApiError(415, "Content-Encoding must be identity: not compressed.", "unsupported_media_type")
 
         def parse() -> tuple[Kind, Read]:
             # Checked again, because the request may have waited here behind large ones.

@@ -78,7 +78,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     405: "The path does not support this method.",
     408: "The request was not received or not finished in time.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
+    415: "The body is not JSON, or is compressed.",
     429: "Too many requests are waiting.",
     431: "The request line and headers are too large.",
     500: "The server has a fault, or the model's logits are not finite (`non_finite_logits`).",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -341,6 +342,18 @@ def test_what_is_refused_says_why(there: Served) -> None:
         assert "codec" not in answer.text
     # The server still answers.
     assert there.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity", "Identity"])
+def test_compressed_bodies_are_refused_by_the_name_of_their_header(there: Served, encoding: str) -> None:
+    raw = b'{"prompt": "x", "max_tokens": 1}'
+    plain = encoding.lower() == "identity"
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    url = f"{there.url}/v1/completions"
+    answer = httpx.post(url, content=raw if plain else gzip.compress(raw), headers=headers, timeout=PATIENCE)
+    assert answer.status_code == (200 if plain else 415), answer.text
+    if not plain:
+        assert answer.json()["error"]["message"].startswith("Content-Encoding must be identity")
 
 
 @pytest.mark.parametrize(
