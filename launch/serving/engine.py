@@ -271,11 +271,12 @@ class ServingEngine:
         """Whether the engine's thread is alive and has spent at most ``timeout`` seconds on its present step."""
         return self.state in ("ready", "draining") and time.monotonic() - self._heartbeat < timeout
 
-    def fail(self, error: ApiError) -> None:
-        """Answer every request that is not finished with an error."""
+    def fail(self, error: ApiError, reason: str) -> None:
+        """Answer every request that is not finished with an error. ``reason`` is that of the metric."""
         with self._lock:
             # Not the scheduler's unfinished requests: the results of one that it has finished may not be delivered yet.
             for handle in list(self._streams):
+                self.metrics.aborted(reason)
                 self._refuse(handle, error)
 
     def _refuse(self, handle: RequestHandle, error: ApiError) -> None:
@@ -336,7 +337,7 @@ class ServingEngine:
                     raise RuntimeError("the HTTP server stopped unexpectedly")
         except BaseException:
             self.state = "dead"
-            self.fail(ENGINE_FAILED)
+            self.fail(ENGINE_FAILED, "engine failed")
             raise
         finally:
             if self._compilation is not None:
@@ -365,7 +366,7 @@ class ServingEngine:
             if self._end_by is not None:
                 if now > self._end_by and (late := scheduler.unfinished):
                     self.cut_short = len(late)
-                    self.fail(unavailable(_REFUSALS["draining"]))
+                    self.fail(unavailable(_REFUSALS["draining"]), "grace period")
                 if not scheduler.unfinished:
                     return HostStep(StepPlan(), None, report, last=True)
             plan = scheduler.schedule(now)

@@ -81,5 +81,5 @@ class Server:
         """Answer every request with an error and stop the HTTP server. Any thread may call this."""
         # Requests that arrive before the socket is closed get the same error.
         self.serving.state = "dead"
-        self.serving.fail(ENGINE_FAILED)
+        self.serving.fail(ENGINE_FAILED, "engine failed")
         self.http.stop()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import jax
 import openai
 import pytest
@@ -59,6 +60,29 @@ def test_one_key_cannot_lock_out_another(engine: Engine, monkeypatch: pytest.Mon
         assert scheduler.waiting == 16
         with pytest.raises(openai.RateLimitError):
             ask(1, 1)
+
+
+def test_requests_that_outlast_the_grace_period_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[httpx.Response] = []
+    body = {"prompt": PROMPT, "max_tokens": 60, "steps": 60}
+    with (
+        served(engine, CONFIG, limits=Limits(grace_period=0.0)) as found,
+        slowly(found, monkeypatch),
+    ):
+        threads = [
+            threading.Thread(target=lambda: answers.append(found.post("/v1/completions", body))) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: found.metric("num_requests_running") + found.metric("num_requests_waiting") == 3)
+        found.host.end()
+        for thread in threads:
+            thread.join(PATIENCE)
+        found.thread.join(PATIENCE)
+        assert [answer.status_code for answer in answers] == [503] * 3
+        assert found.server.serving.cut_short == 3
+        text = found.server.serving.metrics.text().decode()
+        assert 'request_given_up_total{model_name="demo",reason="grace period"} 3.0' in text
 
 
 def test_a_reader_that_hangs_is_not_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
