@@ -101,7 +101,8 @@ def main(values: flags.FlagValues) -> None:
             if values.verbose:
                 say(describe(defaults.config))
             own = (line.config for line in batch.lines)
-            for sentence in notices(values, folder, defaults.model.family, [defaults.config], requests=own):
+            family = defaults.model.family
+            for sentence in notices(values, folder, family, [defaults.config], draft=draft, requests=own):
                 say(sentence)
         if output is not None:
             output.begin(facts)

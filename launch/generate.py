@@ -105,7 +105,7 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch, draft)
     if values.verbose:
         say(describe(config))
-    for sentence in notices(values, folder, model.family, [config]):
+    for sentence in notices(values, folder, model.family, [config], draft=draft):
         say(sentence)
     view, titles = CanvasView(engine, ids, mask, samples, suffixes), row_titles(prompts, samples)
 

@@ -111,7 +111,8 @@ def main(values: flags.FlagValues) -> None:
         server.serving.say = say
 
     engine = load_engine(values, folder, mesh, values.slots, draft=draft)
-    for sentence in (describe(defaults.config), *notices(values, folder, defaults.model.family, configs)):
+    found = notices(values, folder, defaults.model.family, configs, draft=draft)
+    for sentence in (describe(defaults.config), *found):
         say(sentence)
     executor = Executor(engine.runner, shapes)
     if server is None or own is None:

@@ -236,6 +236,7 @@ def notices(
     family: Family,
     configs: Sequence[DiffusionConfig | SamplingConfig],
     *,
+    draft: CheckpointFolder | None = None,
     requests: Iterable[DiffusionConfig | SamplingConfig] = (),
 ) -> list[str]:
     """Return sentences about settings that have no effect, of the checkpoint and of a run's configurations.
@@ -245,9 +246,11 @@ def notices(
       folder: the checkpoint.
       family: the model's family.
       configs: the configurations that flags make.
+      draft: the draft model's checkpoint, if there is one.
       requests: those of requests that set parameters themselves.
     """
     found = ignored_notice(values, folder, family) + prompt_notice(folder) + quantize_notice(values, folder)
+    found += [] if draft is None else quantize_notice(values, draft, "the draft model's weights")
     found += [sentence for config in configs for sentence in draft_notice(config)]
     found += cache_notice(values, chain(configs, requests))
     return list(dict.fromkeys(found))
@@ -280,12 +283,12 @@ def prompt_notice(folder: CheckpointFolder) -> list[str]:
     return [f"{why}: without --chat, begin prompts with {text!r:.100}"]
 
 
-def quantize_notice(values: flags.FlagValues, folder: CheckpointFolder) -> list[str]:
+def quantize_notice(values: flags.FlagValues, folder: CheckpointFolder, weights: str = "the weights") -> list[str]:
     """Return a sentence that says how the weights are stored, if ``--quantize`` names another way; empty if not."""
     asked, stored = values.quantize if "quantize" in values else "none", folder.quantization
     if "none" in (asked, stored) or asked == stored:
         return []
-    return [f"ignored: --quantize={asked}; the weights are stored as {stored} and stay so"]
+    return [f"ignored: --quantize={asked}; {weights} are stored as {stored} and stay so"]
 
 
 def cache_notice(values: flags.FlagValues, configs: Iterable[DiffusionConfig | SamplingConfig]) -> list[str]:

@@ -215,6 +215,8 @@ def test_weights_that_are_stored_quantized_stay_so(asked: str, stored: str, said
     raw = json.loads((DEMO / "config.json").read_text()) | {QUANTIZATION_KEY: stored}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert notices(values, open_folder(tmp_path), DREAM, []) == said
+    of_draft = [one.replace("; the", "; the draft model's") for one in said]
+    assert notices(values, open_folder(DEMO), DREAM, [], draft=open_folder(tmp_path)) == of_draft
 
 
 def test_a_dtype_of_the_cache_without_a_cache_is_named() -> None:
