@@ -89,7 +89,14 @@ def _read_model(values: flags.FlagValues, prefix: str = "") -> tuple[str, ModelC
     if not checkpoint:
         raise InputError(f"--{prefix}checkpoint is empty: name a folder, a URL or a Hub name")
     folder = open_folder(checkpoint, weights=False)
-    return folder.name, parse_config(folder.config), folder.quantization
+    return folder.name, _with_published_blocks(parse_config(folder.config), folder.model_names), folder.quantization
+
+
+def _with_published_blocks(config: ModelConfig, names: str) -> ModelConfig:
+    """Set the block length that a run has by default, which the name of a block-causal checkpoint may determine."""
+    if not (own := config.attention_block_length):
+        return config
+    return replace(config, attention_block_length=config.family.published_settings(names).get("block_length", own))
 
 
 def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, DraftModel] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -46,11 +47,11 @@ class PublishedSettings:
     """Decoding settings that a family's authors publish for one kind of checkpoint.
 
     Attributes:
-      name_contains: lower-case text that the names of such checkpoints contain; empty matches every checkpoint.
+      name_pattern: regular expression that is found in the lower-case names of such checkpoints; empty matches all.
       settings: names and values of decoding parameters.
     """
 
-    name_contains: str
+    name_pattern: str
     settings: Mapping[str, Any]
 
 
@@ -177,7 +178,7 @@ class Family:
     def published_settings(self, checkpoint_name: str) -> dict[str, Any]:
         """Return the published decoding settings for a checkpoint of this name; empty if there are none."""
         name = checkpoint_name.lower()
-        found = (dict(kind.settings) for kind in self.published if kind.name_contains in name)
+        found = (dict(kind.settings) for kind in self.published if re.search(kind.name_pattern, name))
         return next(found, {})
 
 

@@ -73,7 +73,11 @@ SDAR = Family(
     end_token_ids=(151643, 151645),
     end_tokens=qwen3.QWEN3.end_tokens,
     published=(
-        *(PublishedSettings(f"-b{length}", _PUBLISHED | {"block_length": length}) for length in _LENGTHS_IN_NAMES),
+        *(
+            # At the end of a name: a folder above it may be called so for another reason.
+            PublishedSettings(rf"sdar[^/]*-b{length}/?(\s|$)", _PUBLISHED | {"block_length": length})
+            for length in _LENGTHS_IN_NAMES
+        ),
         PublishedSettings("", _PUBLISHED),
     ),
     presets={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from launch import plan
 from runtime import DiffusionConfig
 from runtime.execution.rows import published_config
-from runtime.planner.presets import preset
+from runtime.planner.presets import PRESETS, preset
 
 
 def workload(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -32,6 +33,15 @@ def test_new_tokens_that_do_not_fill_a_block(
     published = published_config(preset(model), "", max_new_tokens=new, cache=cache)
     assert isinstance(published, DiffusionConfig)
     assert published.steps == steps
+
+
+def test_blocks_of_a_checkpoints_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of such a checkpoint has these blocks too, see ``test_the_block_length_in_a_name``."""
+    folder = tmp_path / "SDAR-8B-Chat-b32"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PRESETS["sdar-8b"]))
+    found = workload(capsys, f"--checkpoint={folder}", "--cache=exact", "--new_tokens=40")
+    assert (found["steps"], found["block_length"]) == (64, 32)
 
 
 def test_drafts_are_part_of_the_workload(capsys: pytest.CaptureFixture[str]) -> None:

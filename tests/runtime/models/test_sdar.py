@@ -135,11 +135,21 @@ def test_published_lengths_are_an_exact_limit() -> None:
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    [("SDAR-8B-Chat", 4), ("SDAR-8B-Chat-b8", 8), ("SDAR-8B-Chat-b32", 32), ("sdar-4b-chat-B64", 64)],
+    [
+        ("JetLM/SDAR-8B-Chat", 4),
+        ("JetLM/SDAR-8B-Chat-b8", 8),
+        ("/models/SDAR-8B-Chat-b32/", 32),
+        ("sdar-4b-chat-B64 ", 64),
+        ("converted JetLM/SDAR-8B-Chat-b16", 16),
+        ("/data/exp-b16/SDAR-8B-Chat", 4),
+        ("/data/sdar-b8-runs/SDAR-8B-Chat-b32 /data/x-b8/y", 32),
+        ("SDAR-8B-Chat-b80", 4),
+        ("SDAR-8B-Chat-b8bit", 4),
+    ],
 )
 def test_the_block_length_in_a_name(name: str, length: int) -> None:
     """Published settings of these checkpoints decode blocks of the length that they were trained with."""
-    found = published_config(engine().config, f"JetLM/{name}", max_new_tokens=33)
+    found = published_config(engine().config, name, max_new_tokens=33)
     assert isinstance(found, DiffusionConfig)
     assert (found.block_length, found.attention_block_length, found.steps % length) == (length, length, 0)
 
