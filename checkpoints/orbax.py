@@ -35,10 +35,12 @@ _DATA_FOLDERS = ("d", "ocdbt.process_0")
 _DATABASE_FILE = "manifest.ocdbt"
 # Descriptions of single arrays, each in a folder of the array if there is no database.
 ARRAY_FILES = ("zarr.json", ".zarray")
+# A description that only Orbax's new interface writes.
+NEW_INTERFACE_FILE = "_CHECKPOINT_METADATA"
 # What Orbax and TensorStore read whole to open the arrays.
 _DESCRIPTIONS = (
     *(_DATABASE_FILE, *ARRAY_FILES, ".zattrs", ".zgroup", "_strings.json"),
-    *(TREE_FILE, "_sharding", "_CHECKPOINT_METADATA", "_ROOT_METADATA", "metadata", "commit_success.txt"),
+    *(TREE_FILE, "_sharding", NEW_INTERFACE_FILE, "_ROOT_METADATA", "metadata", "commit_success.txt"),
 )
 _DESCRIPTION_FOLDERS = ("array_metadatas", "custom_metadata", "descriptor", "metadata")
 # Marks a folder that Orbax saved.
@@ -178,10 +180,11 @@ def is_orbax_file(name: str, names: Set[str], arrays: str) -> bool:
     above = arrays.rpartition("/")[0]
     inside, above = f"{arrays}/".lstrip("/"), f"{above}/".lstrip("/")
     if not name.startswith(inside):
-        # The new interface describes a tree in the folder above its arrays.
+        # The new interface describes a tree in the folder above its arrays, the old one only in that of the arrays.
+        if not name.startswith(above) or f"{above}{NEW_INTERFACE_FILE}" not in names:
+            return False
         top, _, rest = name.removeprefix(above).partition("/")
-        described = top in _DESCRIPTION_FOLDERS and above != "" if rest else _describes(top)
-        return name.startswith(above) and described
+        return top in _DESCRIPTION_FOLDERS and above != "" if rest else _describes(top)
     top, _, rest = name.removeprefix(inside).partition("/")
     if not rest:
         # Below a folder of its user, the names that only some versions use are Orbax's too.

@@ -25,7 +25,7 @@ from checkpoints.exchange import exchange
 from checkpoints.folder import MARK_FILE, MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, TREE_FILE, CheckpointFolder, local_path
 from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE, Manifest
-from checkpoints.orbax import ARRAY_FILES
+from checkpoints.orbax import ARRAY_FILES, NEW_INTERFACE_FILE
 from checkpoints.replacement import change_of, check_replaced
 from checkpoints.storage import Storage
 
@@ -351,7 +351,7 @@ class ObjectOutput:
     def _delete(self, names: list[str]) -> None:
         # The manifest first and the marker last: at any moment this is a checkpoint or a marked conversion. Orbax's
         # files are recognized by its descriptions, which stay until the others are deleted.
-        steps = {MANIFEST_FILE: 0} | dict.fromkeys(ARRAY_FILES, 2) | {TREE_FILE: 3, MARK_FILE: 4}
+        steps = {MANIFEST_FILE: 0} | dict.fromkeys(ARRAY_FILES, 2) | {NEW_INTERFACE_FILE: 3, TREE_FILE: 3, MARK_FILE: 4}
         for step in range(5):
             self.storage.delete([name for name in names if steps.get(name.rpartition("/")[2], 1) == step])
 

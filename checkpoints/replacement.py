@@ -81,8 +81,9 @@ def _weight_files(names: Set[str], arrays: str | None, read: Callable[[str], byt
     top = arrays.partition("/")[0]
     below = {name for name in names if top and name.startswith(f"{top}/")}
     if FILES_FILE in names:
+        text = read(FILES_FILE)
         with contextlib.suppress(CheckpointError, UnicodeDecodeError):  # the checkpoint may be damaged
-            listed = parse_files(read(FILES_FILE).decode(), FILES_FILE).keys()
+            listed = parse_files(text.decode(), FILES_FILE).keys()
             found = {name for name in found if name in listed or (top and name not in below)}
     return found | set(filter(is_unfinished, below))
 

@@ -137,6 +137,12 @@ def test_every_layout_of_orbax_is_replaced(
     foreign = f"{arrays}/optimizer.pt".lstrip("/")
     add(folder, foreign)
     refused(folder, foreign)
+    if version == "v0" and place:
+        add(folder, "metadata")  # the name of a file of Orbax, but not here
+        (folder / foreign).unlink()
+        refused(folder, "metadata")
+        (folder / "metadata").unlink()
+        add(folder, foreign)
     write_manifest(open_folder(folder), layout_of(folder))  # lists the file
     refused(folder, foreign)
     for name in (foreign, FILES_FILE, MANIFEST_FILE):
