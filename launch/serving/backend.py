@@ -28,6 +28,8 @@ from runtime import InputError, RequestHandle
 # Numbers of threads that read bodies. Chats have threads of their own, so that a chat template that never returns
 # delays only chats.
 _READERS, _CHAT_READERS = 2, 2
+# Values of Content-Encoding that name a compression; some clients name a character set there.
+_COMPRESSIONS = {"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"}
 
 Kind = TypeVar("Kind", bound=RequestBody)
 Read = TypeVar("Read")
@@ -133,7 +135,8 @@ class Backend:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "Content-Type must be application/json.", "unsupported_media_type")
-        if request.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+        codings = {coding.strip().lower() for coding in request.headers.get("content-encoding", "").split(",")}
+        if not codings.isdisjoint(_COMPRESSIONS):
             raise ApiError(415, "Content-Encoding must be identity: not compressed.", "unsupported_media_type")
 
         def parse() -> tuple[Kind, Read]:
