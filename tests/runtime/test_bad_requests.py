@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -113,9 +114,11 @@ def test_bad_configs(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": [1.7, 2.2]}, r"request 0: token id 1\.7 is not an integer"),
-        ({"tokens": ["1"]}, "request 0: token id '1' is not an integer"),
-        ({"suffix": [1, 2.5]}, r"request 0: token id 2\.5 is not an integer"),
+        ({"tokens": [1.7, 2.2]}, "request 0: token ids are of type float64; expected integers"),
+        ({"tokens": [1, 2.5, 3]}, "request 0: token ids are of type float64; expected integers"),
+        ({"tokens": [1, "2"]}, "request 0: token ids are of type .*; expected integers"),
+        ({"tokens": [1, None]}, "request 0: token ids are of type object; expected integers"),
+        ({"suffix": [1, 2.5]}, "request 0: token ids are of type float64; expected integers"),
         ({"seed": 1.5}, r"request 0: seed is 1\.5; expected an integer from 0"),
         ({"seed": -1}, "request 0: seed is -1"),
     ],
@@ -134,10 +137,10 @@ def test_bad_numbers_of_slots(slots: Any) -> None:
 
 def test_rows_of_arrays_are_rows_of_lists() -> None:
     engine, config = golden_cases.engine(), DiffusionConfig(4, steps=4, algorithm="entropy")
-    given: list[Any] = [([1, 2, 3], [4]), (np.array([1, 2, 3]), np.array([4]))]
+    given: list[Any] = [([1, 2, 3], [4]), (np.array([1, 2, 3]), np.array([4])), (jnp.array([1, 2, 3]), jnp.array([4]))]
     made = [engine.scheduler([RowRequest(prompt, config, 0, suffix)]) for prompt, suffix in given]
     found = [[result.sequence.tolist() for results in one.run() for result in results] for one in made]
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("new", ["64", None, -1, 2.5])
