@@ -418,7 +418,7 @@ class DiffusionConfig:
         """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
         All publish one step per token; for a loaded model, :meth:`runtime.Engine.published` counts the tokens of whole
-        blocks where the family does so. Parameters that it does not set have defaults. No name means base models.
+        blocks where the family does so. What it does not set has its default. An empty name stands for base models.
         """
         new = Integer(0, MAX_NEW_TOKENS).read("max_new_tokens", max_new_tokens)
         lengths = {"max_new_tokens": new} | ({} if family.variable_length else {"steps": one_step_per_token(new)})
