@@ -1,4 +1,4 @@
-"""Shared fixtures: the golden checkpoint's folder and tensors."""
+"""Shared fixtures: the golden checkpoint's folder and tensors, and a small checkpoint in both formats."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.checkpoints.golden_folder import GOLDEN
+from tests.checkpoints.small import MICRO, to_canonical, write_source
 
 
 @pytest.fixture
@@ -25,3 +26,15 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, np.ndarray]:
     return load_file(GOLDEN / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a few thousand bfloat16 parameters."""
+    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
+
+
+@pytest.fixture(scope="module")
+def canonical(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as a canonical checkpoint."""
+    return to_canonical(micro, tmp_path_factory.mktemp("canonical") / "checkpoint")

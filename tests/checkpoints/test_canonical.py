@@ -30,17 +30,6 @@ from tests import golden_cases
 from tests.checkpoints.small import CUT, MICRO, contents, layout_of, to_canonical, to_huggingface, write_source
 
 
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of a few thousand bfloat16 parameters."""
-    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
-
-
-@pytest.fixture(scope="module")
-def canonical(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return to_canonical(micro, tmp_path_factory.mktemp("canonical") / "checkpoint")
-
-
 def same_tensors(left: Path, right: Path) -> bool:
     first, second = load_file(left / "model.safetensors"), load_file(right / "model.safetensors")
     return first.keys() == second.keys() and all(

@@ -38,11 +38,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
     # TensorStore reads the address once per process.
     found = ObjectStore()

@@ -25,11 +25,6 @@ from checkpoints.verification import verify, write_manifest
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
 
 
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
-
-
 @pytest.mark.parametrize("place", [".", "/", "..", "~no-such-user/checkpoint", "x" * 250, "file", "link", "dangling"])
 def test_places_that_cannot_be_written(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before anything is converted, and existing files stay."""

@@ -25,14 +25,9 @@ from launch import verify as verify_launcher
 from runtime import Engine
 from runtime.models.families import model_layout, parse_config
 from sharding.mesh import MeshSpec
-from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, to_huggingface, write_source
+from tests.checkpoints.small import contents, layout_of, to_canonical, to_huggingface, write_source
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 1, "n_head": 4, "n_positions": 16}
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

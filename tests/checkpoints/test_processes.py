@@ -25,11 +25,6 @@ from tests.checkpoints.small import CUT, MICRO, contents, to_canonical, write_so
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
-
-
 def run_processes(module: str, count: int, devices: int, *arguments: str) -> list[tuple[int, str]]:
     """Run a command on several hosts with several devices each; return exit code and output of each."""
     port, secret = free_port(), new_secret()

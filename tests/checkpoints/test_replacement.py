@@ -18,18 +18,8 @@ from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.output import FolderOutput, ObjectOutput
 from checkpoints.storage import Storage
 from checkpoints.verification import write_manifest
-from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
+from tests.checkpoints.small import contents, layout_of, to_canonical
 from tests.checkpoints.test_plain_orbax import save
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
-
-
-@pytest.fixture(scope="module")
-def canonical(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return to_canonical(micro, tmp_path_factory.mktemp("canonical") / "checkpoint")
 
 
 def add(folder: Path, *names: str) -> None:
