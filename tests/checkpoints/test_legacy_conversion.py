@@ -15,9 +15,7 @@ from safetensors.numpy import load_file
 from checkpoints import open_folder
 from checkpoints.opening import open_tensors
 from launch import convert
-from tests.checkpoints.test_canonical import contents, micro
-
-__all__ = ["micro"]
+from tests.checkpoints.test_canonical import contents
 
 _MLP = {"gate_proj": "Dense_0", "up_proj": "Dense_1", "down_proj": "Dense_2"}
 

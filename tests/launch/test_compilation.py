@@ -82,6 +82,7 @@ def test_the_most_wanted_first_and_used_when_every_host_has_it(executor: Executo
     while (chosen := compilation.choose(scheduler)) is not None or compilation.remaining:
         if chosen is not None:
             wanted.append(chosen)
+            executor.gate.clear()  # type: ignore[attr-defined]
             compilation.begin(chosen)
             assert compilation.choose(scheduler) is None, "one at a time, so that what is wanted later counts"
         executor.gate.set()  # type: ignore[attr-defined]
