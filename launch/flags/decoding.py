@@ -124,7 +124,7 @@ def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder, fami
     """Whether the number of denoise steps equals the number of new tokens, because nothing sets it."""
     if values.preset == "class" or values["steps"].value is not None:
         return False
-    return _stored_settings(values, folder, family).get("steps") is None
+    return "steps" not in _diffusion_settings(values, folder, family)
 
 
 def decoding_config(
@@ -170,10 +170,7 @@ def _diffusion_config(
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()
     if values.preset == "published":
-        said = _parsed(_stored_settings(values, folder, model.family), DiffusionConfig)
-        if model.family.variable_length:
-            fixed = {one.name for one in declared_parameters(DiffusionConfig) if one.variable_length is False}
-            said = {name: value for name, value in said.items() if name not in fixed}
+        said = _diffusion_settings(values, folder, model.family)
         asked = {"max_new_tokens": _NEW_TOKENS} | said | given
         defaults = DiffusionConfig.published_for(model.family, folder.model_names, **asked)
     elif values.preset == FAST_DLLM:
@@ -222,6 +219,21 @@ def _sampling_config(
 def _stored_settings(values: flags.FlagValues, folder: CheckpointFolder, family: Family) -> dict[str, Any]:
     """Return the checkpoint's ``generation_config.json``; empty if the preset or the family does not use it."""
     return folder.generation_config if values.preset == "published" and family.reads_generation_config else {}
+
+
+def _diffusion_settings(values: flags.FlagValues, folder: CheckpointFolder, family: Family) -> dict[str, Any]:
+    """Return the decoding parameters of a diffusion model that its ``generation_config.json`` decides.
+
+    A value that is the default of the original class decides nothing: transformers has written these defaults into the
+    files of Dream and DiffuCoder (``alg=origin``, ``steps=512``), whose authors decode with other settings.
+    """
+    usual = DiffusionConfig()
+    fixed = {one.name for one in declared_parameters(DiffusionConfig) if one.variable_length is False}
+    return {
+        name: value
+        for name, value in _parsed(_stored_settings(values, folder, family), DiffusionConfig).items()
+        if value != getattr(usual, name) and not (family.variable_length and name in fixed)
+    }
 
 
 def _parsed(raw: Mapping[str, Any], kind: type) -> dict[str, Any]:

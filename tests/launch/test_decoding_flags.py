@@ -251,3 +251,26 @@ def test_settings_that_the_original_code_does_not_read(family: str, tmp_path: Pa
     (said,) = notices(values, folder, model.family, [])
     assert said.startswith("ignored: temperature=0.7, top_p=0.8, top_k=20, steps=3 of generation_config.json, because")
     assert notices(flag_values("--preset=class"), folder, model.family, []) == []
+
+
+def test_class_defaults_in_a_checkpoint_decide_nothing(tmp_path: Path) -> None:
+    """The file of Dream-v0-Instruct-7B, and one that decides the same fields."""
+    shutil.copy(GOLDEN / "dream_tiny" / "config.json", tmp_path)
+    folder = open_folder(tmp_path, weights=False)
+    model, values = parse_config(folder.config), flag_values("--max_new_tokens=24")
+    alone = decoding_config(values, folder, model)
+    assert isinstance(alone, DiffusionConfig)
+    assert (alone.algorithm, alone.steps) == ("entropy", 24)
+    stored = {"_from_model_config": True, "alg": "origin", "alg_temp": None, "bos_token_id": 151643, "eps": 0.001}
+    stored |= {"mask_token_id": None, "output_history": False, "steps": 512, "top_k": None, "top_p": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    folder = open_folder(tmp_path, weights=False)
+    assert decoding_config(values, folder, model) == alone
+    assert steps_follow_tokens(values, folder, model.family)
+    assert notices(values, folder, model.family, [alone]) == []
+    changed = {"alg": "maskgit_plus", "alg_temp": 0.1, "eps": 0.01, "steps": 12, "top_k": 7, "top_p": 0.8}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored | changed))
+    folder = open_folder(tmp_path, weights=False)
+    own = {"algorithm": "maskgit_plus", "alg_temp": 0.1, "eps": 0.01, "steps": 12, "top_k": 7, "top_p": 0.8}
+    assert decoding_config(values, folder, model) == alone.replace(**own)
+    assert not steps_follow_tokens(values, folder, model.family)
