@@ -250,11 +250,11 @@ def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str
 
 
 def _name_changes(source: CheckpointFolder) -> dict[str, str]:
-    """Return the change to ``config.json`` that keeps the source's name, if published settings are chosen by it."""
+    """Return the change to ``config.json`` that keeps the source's names, if published settings are chosen by them."""
     family, own = find_family(source.config), str(source.config.get("_name_or_path", ""))
     if family.published_settings(source.model_names) == family.published_settings(own):
         return {}
-    return {"_name_or_path": source.name}
+    return {"_name_or_path": source.model_names}
 
 
 def copy_side_files(source: CheckpointFolder, target: Storage, changes: Mapping[str, str]) -> dict[str, str]:

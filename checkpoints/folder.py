@@ -222,8 +222,15 @@ class CheckpointFolder:
 
     @property
     def model_names(self) -> str:
-        """The folder's name and the model's name in ``config.json``, by which published settings are chosen."""
-        return f"{self.name} {self.config.get('_name_or_path', '')}"
+        """The names by which published settings are chosen, with spaces between them.
+
+        They are the last parts of the folder's path, URL or Hub name, of the path that it is a link to, and of the name
+        in ``config.json``. Names of folders above say nothing about the model, except in the Hub's cache.
+        """
+        typed = Path(os.path.abspath(Path(self.name).expanduser()))
+        stored = self.config.get("_name_or_path")
+        named = [Path(stored)] if isinstance(stored, str) else []
+        return " ".join(dict.fromkeys(filter(None, map(_model_name, (typed, typed.resolve(), *named)))))
 
     @property
     def quantization(self) -> str:
@@ -241,6 +248,12 @@ class CheckpointFolder:
     def generation_config(self) -> dict[str, Any]:
         """The parsed ``generation_config.json``; empty if there is none."""
         return self.read_json("generation_config.json") or {}
+
+
+def _model_name(path: Path) -> str:
+    """Return a path's last part, or the model's name for a snapshot in the Hub's cache."""
+    *_, model, snapshots, _ = ("", "", "", *path.parts)
+    return model.rpartition("--")[2] if snapshots == "snapshots" and model.startswith("models--") else path.name
 
 
 def find_arrays(has: Callable[[str], bool]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import json
 import os
 import shutil
 import time
@@ -124,10 +125,35 @@ def test_a_conversion_keeps_the_name_by_which_settings_are_chosen(source: Path, 
         opened = open_folder(folder)
         published = find_family(opened.config).published_settings(opened.model_names)
         assert published["temperature"] == 0.4
-        assert opened.config == open_folder(named).config | {"_name_or_path": str(named)}
+        assert opened.config == open_folder(named).config | {"_name_or_path": named.name}
     assert open_folder(to_canonical(source, tmp_path / "plain")).config == open_folder(source).config
     to_huggingface(named, tmp_path / "exported")
-    assert open_folder(tmp_path / "exported").config == open_folder(named).config | {"_name_or_path": str(named)}
+    assert open_folder(tmp_path / "exported").config == open_folder(named).config | {"_name_or_path": named.name}
+
+
+@pytest.mark.parametrize("stored", [None, "Dream-org/Dream-v0-Base-7B", 7])
+def test_the_model_is_named_by_its_own_folder(
+    stored: object, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the folder is spelled; folders above it have names for other reasons."""
+    hub = tmp_path / "instruct-runs" / "models--apple--DiffuCoder-7B-cpGRPO" / "snapshots" / "0123abcd"
+    hub.parent.mkdir(parents=True)
+    shutil.copytree(source, hub)
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps(config if stored is None else config | {"_name_or_path": stored}))
+    plain = tmp_path / "cpgrpo" / "DiffuCoder-7B-cpGRPO"
+    plain.parent.mkdir()
+    plain.symlink_to(hub)
+    (tmp_path / "current").symlink_to(plain)
+    monkeypatch.chdir(hub)
+    parent = stored.rpartition("/")[2] if isinstance(stored, str) else ""
+    for spelling in (str(hub), ".", f"{hub}/", f"{hub}/.", f"{hub.parent}/../snapshots/{hub.name}", str(plain)):
+        assert open_folder(spelling, weights=False).model_names == f"DiffuCoder-7B-cpGRPO {parent}".strip()
+    names = open_folder(tmp_path / "current", weights=False).model_names
+    assert names == f"current DiffuCoder-7B-cpGRPO {parent}".strip()
+    base = tmp_path / "instruct" / "DiffuCoder-7B-Base"
+    shutil.copytree(source, base)
+    assert open_folder(base, weights=False).model_names == "DiffuCoder-7B-Base"
 
 
 def test_partial_files_of_killed_downloads_are_removed(memory: Callable[[Path], str], source: Path) -> None:
