@@ -23,7 +23,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, list_files, parse_files
 from checkpoints.folder import MARK_FILE, QUANTIZATION_KEY, TREE_FILE, WEIGHTS_FOLDER, CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE
-from checkpoints.loading import Progress, check_tensors, stored_leaves
+from checkpoints.loading import Progress, check_tensors, check_tied_head, stored_leaves
 from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.manifest import MANIFEST_FILE, Manifest, TensorEntry, chunk_grid, digest
 from checkpoints.non_finite import NonFinite
@@ -132,6 +132,7 @@ class _Conversion:
         self.output.check_inputs(filter(None, (self.source, self.source.lora, *self.others)))
         if not self.processes.is_first:
             return ""
+        check_tied_head(self.source, self.target, self.tensors)
         mark = secrets.token_hex(16)
         self.output.begin(mark)
         return mark

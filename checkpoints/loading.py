@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: StoredTensors) -> None:
     """Check that the tensors are exactly those that a model declares.
 
-    A head that is stored although it is tied to the embedding is not used, as in transformers (Qwen3-0.6B has one).
+    A head may be stored although it is tied to the embedding (Qwen3-0.6B has one); see :func:`check_tied_head`.
 
     Raises:
       MismatchedCheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors.
@@ -77,6 +77,25 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
         raise MismatchedCheckpointError(
             f"{folder.place}: the weights do not match the model of config.json:\n  " + "\n  ".join(problems)
         )
+
+
+def check_tied_head(folder: CheckpointFolder, layout: ModelLayout, found: StoredTensors) -> None:
+    """Check that a head that is stored although it is tied to the embedding equals it, so that it need not be loaded.
+
+    Raises:
+      MismatchedCheckpointError: it differs, so the model was trained with both. transformers uses both then.
+    """
+    if not layout.config.tied_embeddings or _HEAD not in found.by_name:
+        return
+    head, embedding = found[_HEAD], found[layout.embedding.sources[0]]
+    if head.shape == embedding.shape:
+        parts = head.parts(embedding.rows)
+        if all(np.array_equal(head.read(part), embedding.read(part), equal_nan=True) for part in parts):
+            return
+    raise MismatchedCheckpointError(
+        f"{folder.place}: {_HEAD} differs from {embedding.name}, but config.json ties the head to the embedding; if "
+        'the head was trained, set "tie_word_embeddings" to false in config.json'
+    )
 
 
 def stored_leaves(folder: CheckpointFolder, layout: ModelLayout) -> list[WeightLeaf]:
@@ -348,6 +367,7 @@ def load_weights(
     """
     found = open_tensors(folder, verify)
     check_tensors(folder, stored_leaves(folder, layout), found)
+    check_tied_head(folder, layout, found)
     stored = folder.quantization
     if stored not in ("none", layout.quantization):
         raise MismatchedCheckpointError(

@@ -124,6 +124,27 @@ def test_a_stored_head_of_a_tied_model_is_not_used(kind: str, tmp_path: Path) ->
     assert verify(folder) == sum(one.nbytes for one in named(tmp_path / "source").values())
 
 
+@pytest.mark.parametrize("change", ["one number", "fewer rows"])
+def test_a_stored_head_that_differs_from_the_embedding(change: str, tmp_path: Path) -> None:
+    """transformers would use both."""
+    random_model("qwen2 tied").save_pretrained(tmp_path / "source")
+    tensors = named(tmp_path / "source")
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 0.5
+    head = head if change == "one number" else head[:-1]
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "source" / "model.safetensors")
+    message = r'lm_head\.weight differs from model\.embed_tokens\.weight, but .* set "tie_word_embeddings" to false'
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(tmp_path / "source", "data=1")
+    with pytest.raises(CheckpointError, match=message):
+        to_canonical(tmp_path / "source", tmp_path / "canonical")
+    assert not (tmp_path / "canonical").exists()
+    if change == "one number":
+        file = tmp_path / "source" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+        Engine.load(tmp_path / "source", "data=1")
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), ()])
 def test_an_unused_head_of_no_size_is_named(shape: tuple[int, ...], tmp_path: Path) -> None:
     random_model("qwen2 tied").save_pretrained(tmp_path)
