@@ -26,7 +26,7 @@ ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 def choose_attention(requested: str, platform: str, layout: ModelLayout, positions: int, dtype: Any) -> str:
     """Resolve ``auto`` to an implementation, and check that a requested implementation can run.
 
-    ``auto`` selects cuDNN on GPU for 16-bit dtypes, splash attention on TPU for 16-bit dtypes if its blocks divide the
+    ``auto`` selects cuDNN on GPU for 16-bit dtypes, splash attention on TPU for bfloat16 if its blocks divide the
     canvas, and XLA otherwise.
 
     Raises:
@@ -38,17 +38,20 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
     head_dim = layout.config.head_dim
     # The kernels count mask positions from the first query of a shard, which is wrong for all but the first shard.
     whole = layout.spec.sequence == 1 or not layout.config.attention_mask.depends_on_position
+    blocks = splash_fits(head_dim, positions, layout.spec.sequence)
     fits = {
         "xla": True,
         "cudnn": platform in ("gpu", "cuda") and sixteen_bit and head_dim % 8 == 0 and head_dim <= 256 and whole,
-        "splash": platform == "tpu" and splash_fits(head_dim, positions, layout.spec.sequence) and whole,
+        # The compiler of TPU kernels does not load float16.
+        "splash": platform == "tpu" and jnp.dtype(dtype) != jnp.float16 and blocks and whole,
     }
     if requested == "auto":
         return "cudnn" if fits["cudnn"] else "splash" if fits["splash"] and sixteen_bit else "xla"
     if not fits[requested]:
         needs = {
             "cudnn": "a GPU and a 16-bit dtype",
-            "splash": f"a TPU, and a head dimension and canvas shards that are multiples of {LANES}",
+            "splash": "a TPU, bfloat16 or float32, and a head dimension and canvas shards that are multiples of "
+            f"{LANES}",
         }
         raise InputError(
             f'attention "{requested}" requires {needs[requested]}; causal and block-causal models also require '

@@ -4,11 +4,11 @@ A product with int8 weights is computed with the integers, and scaled afterwards
 With int4 weights, scales differ along the sum. There are two forms, equal up to rounding:
 
 * The sum over each group is computed with the integers, and the sums are scaled and added. No scaled weight is stored,
-  but the sums are an array of their own: a number for each row, group and channel, in the activations' dtype.
+  but the sums are an array of their own: a number for each row, group and channel.
 * The weights are scaled in the activations' dtype, and then multiplied. This pays off for many rows.
 
-Groups do not cross shards, so a shard scales its own sums, and partial sums over shards are reduced in the activations'
-dtype, as with unquantized weights.
+Groups do not cross shards, so a shard scales its own sums. Partial sums over shards are reduced in the activations'
+dtype, as with unquantized weights; those of int8 weights, which are not scaled yet, in that of :func:`unscaled_dtype`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from runtime.models.quantization import Matrix, Quantized
 
@@ -72,8 +73,8 @@ def einsum(
         rows = math.prod(left.shape[:-1]) if rows is None else rows
         return _with_groups(expression, left, right, rows, shards, on_tpu)
     else:
-        # Partial sums over shards are reduced in the activations' dtype, before scaling, as with unquantized weights.
-        product = _at_once(expression, left, right.values, left.dtype)
+        # Partial sums over shards are reduced before scaling.
+        product = _at_once(expression, left, right.values, unscaled_dtype(left.dtype))
     return (product if right.has_groups else product * right.scales).astype(left.dtype)
 
 
@@ -98,6 +99,14 @@ def _at_once(expression: str, left: Array, values: Array, dtype: Any = jnp.float
     return jnp.einsum(
         expression, left, values.astype(left.dtype), precision=_precision(left), preferred_element_type=dtype
     )
+
+
+def unscaled_dtype(dtype: Any) -> np.dtype:
+    """Return the dtype of sums of activations times integers: that of the activations, but float32 for float16.
+
+    float16 ends at 65,504, which sums that are not scaled yet may exceed.
+    """
+    return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
 def scales_sums(rows: int, groups: int, group: int, on_tpu: bool) -> bool:
@@ -162,7 +171,8 @@ def _with_groups(expression: str, left: Array, right: Quantized, rows: int, shar
         left = left.reshape(*left.shape[:-1], count, group)
         values = values.reshape(*values.shape[:place], count, group, *values.shape[place + 1 :])
         weight = weight.replace(summed, f"N{summed}")
-    sums = _at_once(f"{batch}{split}N{summed},{weight}->N{split}{batch}{channels}", left, values, left.dtype)
+    dtype = unscaled_dtype(left.dtype)
+    sums = _at_once(f"{batch}{split}N{summed},{weight}->N{split}{batch}{channels}", left, values, dtype)
     before = 1 + len(split)
     scales = jnp.moveaxis(scales, len(split), 0)
     scales = jnp.expand_dims(scales, tuple(range(before, before + len(batch))))

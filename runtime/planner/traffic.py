@@ -11,10 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from runtime.decoding.sampling import SamplingRule, ranks_probabilities
 from runtime.decoding.threshold_search import bits_per_pass, threshold_candidates, threshold_passes
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
+from runtime.models.products import unscaled_dtype
 from runtime.planner.workload import Phase, Workload
 from sharding.links import Wiring
 
@@ -148,12 +151,14 @@ def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int,
     if layout.spec.tensor == 1:
         return []
     numbers = positions * layout.size_per_device("embed")
+    # Partial sums of int8 weights are reduced before they are scaled.
+    item = unscaled_dtype(jnp.dtype(workload.dtype)).itemsize if layout.quantization == "int8" else workload.item
     embedded = numbers + positions * _FLOAT if layout.embedding.quantized else numbers * workload.item
     found = [
         Collective(
             one.kind,
             ("kv", "group"),
-            positions * one.numbers_per_position * workload.item,
+            positions * one.numbers_per_position * item,
             one.times * workload.config.num_layers,
             f"{one.what}, {one.times} per layer",
         )

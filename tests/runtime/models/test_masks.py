@@ -295,6 +295,9 @@ def test_kernels_run_where_their_masks_are_right(mask: AttentionMask) -> None:
     kernel = "splash" if mask.kind == "bidirectional" else "xla"
     assert choose_attention("auto", "tpu", sharded, 512, "bfloat16") == kernel
     assert choose_attention("auto", "tpu", whole, 512, "bfloat16") == "splash"
+    assert choose_attention("auto", "tpu", whole, 512, "float16") == "xla"
+    with pytest.raises(InputError, match="requires a TPU, bfloat16 or float32"):
+        choose_attention("splash", "tpu", whole, 512, "float16")
     assert choose_attention("auto", "gpu", whole, 512, "bfloat16") == "cudnn"
     if mask.depends_on_position:
         with pytest.raises(InputError, match="causal and block-causal models also require sequence=1"):

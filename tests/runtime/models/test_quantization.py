@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,22 @@ def test_every_form_of_a_product_with_int4(
             found = einsum(expression, one, weight, **form)  # type: ignore[arg-type]
             assert found.shape == expected.shape
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4, err_msg=str(form))
+
+
+@pytest.mark.parametrize("form", [{}, {"few": True}, {"rows": 6}, {"rows": 6, "on_tpu": True}, {"rows": 600}])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+def test_large_activations_in_float16(dtype: Any, form: dict[str, Any]) -> None:
+    """Unscaled sums would exceed 65,504: one activation is as large as those of real models are."""
+    generator = np.random.default_rng(0)
+    matrix = generator.normal(size=(16, 512)).astype(np.float32) / 50
+    left = generator.normal(size=(2, 3, 512)).astype(np.float16)
+    left[0, 0, 7] = 20000
+    weight = quantize(jnp.asarray(matrix), (1,), 64 if dtype == jnp.int4 else None, dtype=dtype)
+    found = einsum("bsd,vd->bsv", jnp.asarray(left), weight, **form)
+    exact = einsum("bsd,vd->bsv", jnp.asarray(left, jnp.float32), weight, **form)
+    assert found.dtype == jnp.float16
+    assert np.abs(exact[0, 0]).max() > 300
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

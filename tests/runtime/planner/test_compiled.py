@@ -110,6 +110,7 @@ OTHERS_GRID = [
     (Workload(preset("qwen2.5-7b"), batch=8, quantization="int8"), "v5e:2x4", "tensor=8"),
     (Workload(preset("diffucoder-7b"), batch=8, quantization="int4"), "v5e:2x4", "data=2,sequence=2,tensor=2"),
     (Workload(preset("qwen2.5-7b"), batch=8, quantization="int4"), "v5e:2x4", "tensor=8"),
+    (Workload(preset("qwen2.5-7b"), "float16", batch=8, quantization="int8"), "v5e:2x4", "tensor=8"),
     (Workload(preset("diffucoder-7b"), "float32", batch=8), "v5p:2x2x2", "data=2,sequence=2,tensor=2"),
     (ONE_WINDOW, "v5e:2x4", "tensor=8"),
     (ONE_WINDOW, "v5e:2x4", "data=2,sequence=2,tensor=2"),
