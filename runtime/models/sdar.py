@@ -24,6 +24,7 @@ from typing import Any
 from runtime.models import qwen3
 from runtime.models.config import (
     BLOCK_CAUSAL_RULES,
+    ConfigError,
     Family,
     ModelConfig,
     PublishedSettings,
@@ -41,6 +42,8 @@ _LENGTHS_IN_NAMES = (8, 16, 32, 64)
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     check_features(SDAR, raw, qwen3.FEATURES)
     read_integer(raw, "head_dim", 1, 1 << 12)  # required, as in Qwen3
+    if raw.get("use_regular_causal"):
+        raise ConfigError('config.json: "use_regular_causal" is not supported: it makes attention in the prompt causal')
     length = read_integer(raw, "block_size", 1, MAX_BLOCK_LENGTH, default=_BLOCK_LENGTH)
     return transformer_config(SDAR, raw, attention_block_length=length)
 

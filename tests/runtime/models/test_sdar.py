@@ -241,6 +241,7 @@ def test_the_plan_has_the_published_parameters() -> None:
         ({"head_dim": None}, '"head_dim" is missing'),
         ({"block_size": 0}, '"block_size" is 0'),
         ({"model_type": "sdar_moe"}, "'sdar_moe'.* is not supported"),
+        ({"use_regular_causal": True}, "use_regular_causal.* is not supported"),
     ],
 )
 def test_what_the_forward_pass_does_not_have_is_refused(change: dict[str, Any], said: str) -> None:
