@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from safetensors.numpy import load_file
 from checkpoints import CheckpointError, load_weights, open_folder
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError, MismatchedCheckpointError
 from checkpoints.file_list import FILES_FILE, list_files
+from checkpoints.fingerprint import folder_fingerprint
 from checkpoints.folder import MAX_SIDE_FILE_BYTES
 from checkpoints.opening import open_tensors, read_manifest
 from checkpoints.output import FolderOutput
+from checkpoints.storage import Storage
 from checkpoints.verification import verify, write_manifest
 from launch import inspect as inspect_launcher
 from launch import verify as verify_launcher
@@ -234,3 +237,15 @@ def test_inspected(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "digests       none" in said
     assert read_manifest(open_folder(plain)) is None
     assert set(open_tensors(open_folder(plain)).by_name) == set(contents(plain))
+
+
+def test_the_fingerprint_of_arrays_that_are_not_on_this_machine(micro: Path, tmp_path: Path) -> None:
+    """Training writes another checkpoint to the same URL."""
+    seen = []
+    for _ in range(2):
+        save(micro, tmp_path / "model", "weights", "v1", "nested")
+        folder = replace(
+            open_folder(tmp_path / "model"), remote=Storage.at(tmp_path / "model"), remote_arrays="weights"
+        )
+        seen += [folder_fingerprint(folder), folder_fingerprint(folder)]
+    assert seen[0] == seen[1] != seen[2] == seen[3]
