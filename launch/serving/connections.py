@@ -26,13 +26,17 @@ _LEAST_READ = 256 << 10
 _SEND_BUFFER = 128 << 10
 
 
+# The client's and the server's address and port.
+_Ends = tuple[tuple[str, int], tuple[str, int]]
+
+
 class Connections:
     """All open connections, and the ASGI application that serves them."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         """Serve ``app`` within ``limits``."""
         self._app, self._limits = app, limits
-        self._open: dict[tuple[str, int], Connection] = {}
+        self._open: dict[_Ends, Connection] = {}
 
     def bound(self, config: uvicorn.Config) -> None:
         """Make uvicorn's server wrap each connection in a :class:`Connection`."""
@@ -46,7 +50,7 @@ class Connections:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and tell the connection when the request and its response are complete."""
-        connection = self._open.get(tuple(scope.get("client") or ()))
+        connection = self._open.get((tuple(scope.get("client") or ()), tuple(scope.get("server") or ())))
         if connection is None:  # the client has gone
             await self._app(scope, receive, send)
             return
@@ -69,8 +73,8 @@ class Connections:
 class Connection(asyncio.Protocol):
     """One connection: forwards to uvicorn's protocol, and closes the connection when a limit is exceeded."""
 
-    def __init__(self, protocol: asyncio.Protocol, connections: dict[tuple[str, int], Connection], limits: Limits):
-        """Wrap ``protocol``; ``connections`` holds all open connections by the client's address and port."""
+    def __init__(self, protocol: asyncio.Protocol, connections: dict[_Ends, Connection], limits: Limits):
+        """Wrap ``protocol``; ``connections`` holds all open connections by their two ends."""
         self._protocol, self._connections, self._limits = protocol, connections, limits
         self._loop = asyncio.get_running_loop()
         self._accepted = False
@@ -87,12 +91,12 @@ class Connection(asyncio.Protocol):
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         # By default the last 64 KB do not pause writing, so no timer would run for them.
         transport.set_write_buffer_limits(high=0)
-        self._client = transport.get_extra_info("peername")[:2]
+        self._ends = transport.get_extra_info("peername")[:2], transport.get_extra_info("sockname")[:2]
         if len(self._connections) >= self._limits.connections:
             transport.abort()
             return
         self._accepted = True
-        self._connections[self._client] = self
+        self._connections[self._ends] = self
         # uvicorn uses the transport only through its methods.
         self._protocol.connection_made(_Transport(transport))  # type: ignore[arg-type]
         self._expect_head()
@@ -170,8 +174,8 @@ class Connection(asyncio.Protocol):
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        if self._connections.get(self._client) is self:
-            del self._connections[self._client]
+        if self._connections.get(self._ends) is self:
+            del self._connections[self._ends]
         if self._accepted:
             self._protocol.connection_lost(exc)
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ import pytest
 from checkpoints import DEMO
 from launch.serving.backend import Backend
 from launch.serving.connections import Connection
+from launch.serving.http import HttpServer, listen
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
@@ -155,3 +157,42 @@ def test_who_stops_reading_shortly_before_the_end_is_not_waited_for(unsent: int)
             await asyncio.wait_for(lost.wait(), PATIENCE / 10)
 
     asyncio.run(answered())
+
+
+def test_two_connections_from_one_port_of_the_client() -> None:
+    """To two addresses of the server: an operating system gives the same port to both."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            begun.set()
+            assert await asyncio.to_thread(ready.wait, PATIENCE)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    begun, ready = threading.Event(), threading.Event()
+    own = listen("0.0.0.0", 0)
+    server, port = HttpServer(app, own, Limits(read_seconds=0.5)), own.getsockname()[1]
+    server.start()
+    try:
+        with (
+            closing(connected(port, "127.0.0.1", 0)) as one,
+            closing(connected(port, "127.0.0.2", one.getsockname()[1])) as other,
+        ):
+            one.sendall(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert begun.wait(PATIENCE)
+            assert other.recv(1) == b"", "it is closed when no head arrives"
+            ready.set()
+            assert one.recv(1 << 12).startswith(b"HTTP/1.1 200")
+    finally:
+        ready.set()
+        server.stop()
+
+
+def connected(port: int, address: str, own: int) -> socket.socket:
+    """Connect to the server's ``address`` from this machine's port ``own``; 0 for any."""
+    made = socket.socket()
+    made.settimeout(PATIENCE)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("127.0.0.1", own))
+    made.connect((address, port))
+    return made
