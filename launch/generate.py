@@ -98,7 +98,7 @@ def main(values: flags.FlagValues) -> None:
     read_stop(values.stop, model, unpadded_rows(ids, mask))
     seeds = row_seeds(config.seed, len(prompts), values.num_return_sequences)
 
-    # The tokens, because hosts may have other versions of the tokenizer's library, or render a chat at another time.
+    # The tokens, because hosts may render a chat at another time.
     tokens = digest(json.dumps([ids.tolist(), mask.tolist(), suffixes]))
     start_devices(values, fingerprints(folder, draft) | {"prompts": tokens}, end_within=0)
     samples = values.num_return_sequences
@@ -130,7 +130,7 @@ def main(values: flags.FlagValues) -> None:
             )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
-    completions = builder.build_batch(prompts, ids, mask, result, values.stop, values.suffix)
+    completions = builder.build_batch(prompts, ids, mask, result, values.stop, values.suffix, interruption.cut_short)
     if is_main_process():
         write_completions(completions, titles, result.stats, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):

@@ -170,6 +170,7 @@ class CompletionBuilder:
         result: GenerationResult,
         stop: Sequence[str] = (),
         suffixes: Sequence[str] = (),
+        interrupted: bool = False,
     ) -> list[Completion]:
         """Build all completions of a result, ordered by prompt: all completions of the first prompt come first.
 
@@ -180,12 +181,18 @@ class CompletionBuilder:
           result: the generated rows, with the same number of rows for each prompt.
           stop: strings that end a completion.
           suffixes: for each prompt, the text that follows its completions; empty for none.
+          interrupted: the rows may have been ended while they had open positions: of a row's new tokens, those before
+            the first open position count.
         """
         samples, given = len(result.sequences) // len(prompts), unpadded_rows(ids, mask)
         kept = None if result.log_probabilities is None else unpadded_rows(result.log_probabilities, mask)
         found = []
+        steps = unpadded_rows(result.commit_steps, mask)
         for row, sequence in enumerate(unpadded_rows(result.sequences, mask)):
             source = row // samples
+            if interrupted:
+                is_open = steps[row][len(given[source]) :] < 0
+                sequence = sequence[: len(given[source]) + int(np.append(is_open, True).argmax())]
             found.append(
                 self.build(
                     sequence,
@@ -320,8 +327,12 @@ class StopSearch:
 
     def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
         """Create a search in one row; see :func:`cut_completion` for the arguments."""
-        self._tokenizer, self._ends = tokenizer, end_token_ids
-        self._stream = TextStream(tokenizer, end_token_ids, stop)
+        self._tokenizer, self._ends, self._stop = tokenizer, end_token_ids, stop
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = TextStream(self._tokenizer, self._ends, self._stop)
+        self._tokens: list[int] = []
         self._found: int | None = None
         self._over = False
 
@@ -329,9 +340,14 @@ class StopSearch:
         """Return how many new tokens precede the first stop string, or None if none has been found yet.
 
         Args:
-          tokens: all new tokens that are final so far; every call extends the tokens of the previous one.
+          tokens: all new tokens that are final so far. If they do not extend those of the previous call, the search
+            starts again: it is used for another generation.
           whole: whether there will be no more tokens.
         """
+        given = list(tokens)
+        if given[: len(self._tokens)] != self._tokens:
+            self._begin()
+        self._tokens = given
         if not self._over:
             try:
                 self._stream.push(tokens, whole)

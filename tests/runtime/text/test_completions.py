@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models
 
-from runtime.text.completions import StopSearch, TextStream, cut_completion, stop_tests, stream_texts
+from runtime.text.completions import CompletionBuilder, StopSearch, TextStream, cut_completion, stop_tests, stream_texts
 from runtime.text.tokenizer import TextTokenizer, UndecodableError
 
 END = 256
@@ -165,3 +167,36 @@ def test_a_search_finds_where_a_completion_is_cut(seed: int) -> None:
             assert found == (expected if there and (over or not longer) else None), (text, stop, count)
         assert search(tokens, True) == search(tokens, True) == expected
     assert stop_tests(anything, [END], [[], ["x"]])[0] is None
+
+
+def test_a_search_is_used_for_another_generation() -> None:
+    """As by a loop of rollouts that makes its stop tests once, and by one that breaks a generation off."""
+    anything: Any = Bytes()
+    search = StopSearch(anything, [END], ["stop"])
+    for _ in range(2):
+        assert [search(b"a stop"[:count], False) for count in (1, 6, 6)] == [None, 2, 2]
+    assert search(b"a stx", False) is None
+    assert search(b"op", False) is None, "not after what another text ended with"
+    assert search(b"op stop", True) == 3
+
+
+def test_rows_that_were_interrupted_end_before_their_first_open_position() -> None:
+    """Padding that is no end token is not text; a row that has its end token is complete."""
+    anything: Any = Bytes()
+    ids = np.array([[0, 120], [121, 122]], np.int32)
+    new = [list(b"ab\0d\0"), [*b"ab", END, 0, 0]]
+    steps = [[-1, -1, 0, 1, -1, 2, -1], [-1, -1, 3, 0, 1, -1, -1]]
+    result: Any = SimpleNamespace(
+        sequences=np.concatenate([ids, new], 1),
+        commit_steps=np.array(steps, np.int32),
+        log_probabilities=None,
+        drafts=(),
+        seeds=(5, 6),
+    )
+    builder, given = CompletionBuilder(anything, 258, [END]), (["x", "yz"], ids, np.array([[0, 1], [1, 1]]))
+    found = builder.build_batch(*given, result, interrupted=True)
+    assert [(one.text, one.tokens, one.finish_reason) for one in found] == [
+        ("ab", [97, 98], "length"),
+        ("ab", [97, 98], "stop"),
+    ]
+    assert [len(one.tokens) for one in builder.build_batch(*given, result)] == [5, 2]
