@@ -29,7 +29,7 @@ from launch.hosts.supervisor import BEGUN
 
 Facts = dict[str, str]
 
-_PACKAGES = ("diffumesh", "jax", "jaxlib", "libtpu", "flax", "numpy")
+_PACKAGES = ("diffumesh", "jax", "jaxlib", "libtpu", "flax", "numpy", "transformers", "tokenizers")
 _SOURCES = ("launch", "runtime", "checkpoints", "sharding")
 _MAX_FLAG_TEXT = 200
 
