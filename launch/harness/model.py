@@ -81,7 +81,8 @@ class HarnessModel(LM):
         agree(this_host(), "model", facts, "the hosts are about to load different models: ")
         self.engine = Engine.load(folder, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots)
         self.engine.runner.programs.before_run = agree_on_programs(this_host())
-        self._name, self._slots, self._seed, self._samples = Path(checkpoint).name, slots, seed, mc_samples
+        self._name = f"{Path(checkpoint).name}-{facts['checkpoint']}"
+        self._slots, self._seed, self._samples = slots, seed, mc_samples
         self._decoding = decoding
         self._config(self._decoding)
 
@@ -202,8 +203,8 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The checkpoint's name, for the harness's caches."""
-        return self._name.replace("/", "__")
+        """The checkpoint's name and fingerprint: the harness caches prompts with this checkpoint's chat template."""
+        return self._name
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the checkpoint's chat template, which the harness records; empty if ``chat_template`` is False."""

@@ -16,7 +16,7 @@ from absl import flags
 
 pytest.importorskip("lm_eval.api.model")
 
-from checkpoints import DEMO
+from checkpoints import DEMO, folder_fingerprint, open_folder
 from launch import lm_eval_adapter
 from launch.harness import model as harness_model
 from launch.harness.model import HarnessModel
@@ -57,6 +57,7 @@ def request(*args: object) -> SimpleNamespace:
 def test_what_the_harness_asks() -> None:
     model = HarnessModel(slots=2, mesh="tensor=1;data=-1", mc_samples=32, algorithm="maskgit_plus")
     prompts = ["def add(a, b):\n", "def add(a, b):\n", "import os\n"]
+    assert model.tokenizer_name == f"demo-{folder_fingerprint(open_folder(DEMO))}"
     texts = model.generate_until([request(prompt, UNTIL) for prompt in prompts])
     assert texts[0] != texts[1], "the same context again is another sample"
     assert model.generate_until([request(prompt, UNTIL) for prompt in prompts[::-1]])[0] == texts[2]
