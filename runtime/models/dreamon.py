@@ -52,8 +52,8 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(made, expand_token_id=expand, delete_token_id=delete, pad_token_id=delete)
 
 
-# From the quick start of DreamLM/DreamOn.
-_PUBLISHED: dict[str, Any] = {"algorithm": "entropy", "temperature": 0.2, "top_p": 0.9, "alg_temp": 0.0}
+# From the quick start of DreamLM/DreamOn. top_k is transformers' default, which the original code inherits.
+_PUBLISHED: dict[str, Any] = {"algorithm": "entropy", "temperature": 0.2, "top_p": 0.9, "top_k": 50, "alg_temp": 0.0}
 
 DREAMON = Family(
     name="dreamon",

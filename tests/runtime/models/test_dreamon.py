@@ -390,7 +390,7 @@ def test_infilling_of_text(tmp_path: Path) -> None:
     own = Engine.load(write_family(tmp_path, "dreamon"), "data=1")
     published = own.published(max_new_tokens=12)
     assert isinstance(published, DiffusionConfig)
-    assert (published.algorithm, published.temperature, published.top_p) == ("entropy", 0.2, 0.9)
+    assert (published.algorithm, published.temperature, published.top_p, published.top_k) == ("entropy", 0.2, 0.9, 50)
     check_kind(own.config, published.replace(max_new_tokens=8))
     config = published.replace(temperature=0.0, top_p=None)
     texts, suffixes = ["def f(x):\n", "x = [1, 2"], ["    return y\n", ""]
