@@ -62,10 +62,12 @@ class Turns:
         self._hosts.mark()
         if self._hosts.count == 1:
             return value
-        message = _frame(value) if self._hosts.process_index == 0 else b""
+        is_source = self._hosts.process_index == 0
+        message = _frame(value) if is_source else b""
 
         def exchange(part: bytes) -> list[bytes]:
-            return [_bytes(multihost_utils.broadcast_one_to_all(_buffer(part)))]
+            # By default JAX's process 0 is the source, and JAX may number the hosts of a TPU slice differently.
+            return [_bytes(multihost_utils.broadcast_one_to_all(_buffer(part), is_source=is_source))]
 
         return _in_rounds(message, exchange)[0]
 
@@ -78,7 +80,9 @@ class Turns:
         def exchange(part: bytes) -> list[bytes]:
             return [_bytes(row) for row in multihost_utils.process_allgather(_buffer(part))]
 
-        return _in_rounds(_frame(value), exchange)
+        # JAX's order, which on a TPU slice may be another.
+        arrived = _in_rounds(_frame([self._hosts.process_index, value]), exchange)
+        return [value for _, value in sorted(arrived, key=lambda one: one[0])]
 
     def draining(self) -> bool:
         """Return whether any host received SIGTERM, so that the run should finish its work in flight and exit.

@@ -29,19 +29,24 @@ class FakeCollectives:
 
     def process_allgather(self, buffer: np.ndarray) -> np.ndarray:
         self.shapes.append(buffer.shape)
+        return self._gather(buffer)
+
+    def _gather(self, buffer: np.ndarray) -> np.ndarray:
         self.sent[self.host.index] = buffer
         self.barrier.wait()
         arrived = np.stack([self.sent[host] for host in range(HOSTS)])
         self.barrier.wait()
         return arrived
 
-    def broadcast_one_to_all(self, buffer: np.ndarray) -> np.ndarray:
-        return self.process_allgather(buffer)[0].astype(np.uint32)
+    def broadcast_one_to_all(self, buffer: np.ndarray, is_source: bool) -> np.ndarray:
+        sources = self._gather(np.array([is_source]))[:, 0]
+        assert sources.sum() == 1
+        return self.process_allgather(buffer)[int(sources.argmax())].astype(np.uint32)
 
 
 def on_all_hosts(collectives: FakeCollectives, run: Callable[[OneHost, Turns], Any]) -> list[Any]:
     def of_host(index: int) -> Any:
-        collectives.host.index = index
+        collectives.host.index = HOSTS - 1 - index  # JAX has another order
         host = OneHost()
         host.process_index, host.count = index, HOSTS
         return run(host, Turns(host))
