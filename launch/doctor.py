@@ -23,7 +23,8 @@ from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, read_manifes
 from launch.flags.model import check_named, read_mesh
 from launch.folders.models import open_named
 from launch.process.collectives import collective_lines, probe_mesh
-from launch.process.environment import cache_lines, version_lines
+from launch.process.compile_cache import cache_lines
+from launch.process.environment import version_lines
 from launch.process.real_flags import define_real
 from launch.process.startup import (
     define_device_flags,

@@ -1,11 +1,10 @@
-"""Versions, environment variables and the compile cache of this host, for ``diffumesh doctor``."""
+"""Versions and environment variables of this host, for ``diffumesh doctor``."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,24 +82,3 @@ def version_lines() -> Iterator[str]:
     for name in sorted(os.environ):
         if name.startswith(_SETTINGS) and not any(word in name for word in _SECRET):
             yield f"{name}={os.environ[name]}"
-
-
-def cache_lines(path: str) -> Iterator[str]:
-    """Yield lines with the state of the compile cache."""
-    if not path:
-        yield "none (--compile_cache names a folder)"
-        return
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError:
-        yield f"{path}: the user has no home folder"
-        return
-    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
-    size = sum(file.stat().st_size for file in files)
-    if not folder.is_dir():
-        yield f"{folder}: does not exist yet"
-        return
-    yield f"{folder}: mode {folder.stat().st_mode & 0o777:o}, {len(files)} files, {size / 1e6:.1f} MB"
-    if files:
-        newest = max(file.stat().st_mtime for file in files)
-        yield f"newest file from {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(newest))} UTC"

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shlex
-import stat
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from rich.progress import (
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
 from launch.hosts.host import Host, join
 from launch.hosts.place import define_place_flags, find_place
+from launch.process.compile_cache import drop_unusable, private_folder
 from launch.process.ending import begin_output, end_output
 from launch.process.streams import drop_output, flush_output, tell
 from runtime import InputError
@@ -290,8 +290,8 @@ def start_devices(
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", values.devices)
     check_platforms()
-    if values.compile_cache and (folder := _private_folder(values.compile_cache)) is not None:
-        # JAX writes the cache on host 0 only.
+    folder = private_folder(values.compile_cache, _host) if values.compile_cache else None
+    if folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if _host.count > 1:
@@ -303,9 +303,8 @@ def start_devices(
         preflight.check(
             _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
         )
-    if _host.count > 1 and jax.default_backend() == "cpu":
-        # A CPU program that XLA reads from the cache loses the order of its collectives, so hosts would deadlock.
-        jax.config.update("jax_compilation_cache_dir", None)
+    if _host.count > 1:
+        drop_unusable(folder, _host)
 
 
 def compile_only() -> None:
@@ -319,29 +318,6 @@ def compile_only() -> None:
 
     os.environ.update(AOT_ENVIRONMENT)
     jax.config.update("jax_platforms", "cpu")
-
-
-def _private_folder(path: str) -> Path | None:
-    """Return the private folder for compiled programs. If it cannot be used, print a warning and return None."""
-    # Compiled programs are code: no other user may be able to write them.
-    try:
-        folder = Path(path).expanduser()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = folder.stat()
-        if state.st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "it belongs to another user")
-        if stat.S_IMODE(state.st_mode) & 0o022:
-            raise PermissionError(errno.EPERM, "other users can write there; run chmod go-w, or name another folder")
-        # JAX writes on host 0 only.
-        need, verb = (os.W_OK, "write there") if is_main_process() else (os.R_OK, "read it")
-        if not os.access(folder, need | os.X_OK):
-            raise PermissionError(errno.EACCES, f"this user cannot {verb}")
-    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        host = "" if is_main_process() else f"host {_host.process_index}: "
-        tell(f"{host}warning: --compile_cache={path}: {why}; programs will be compiled again in every run")
-        return None
-    return folder
 
 
 def is_main_process() -> bool:
