@@ -50,9 +50,12 @@ fi
 echo "exit [$name] $code" >&4
 echo "$code" >"$run/code"
 '
-# Print the log of the run in $run after its first $seen lines, until the run has ended.
+# Print the log of the run in $run after its first $seen lines, until the run has ended: each line with its number in
+# front and END behind it. gcloud starts this again, in the same stream, when a connection is lost.
+END=$(printf '\036')
 # shellcheck disable=SC2016
 FOLLOW='over=
+echo
 while [ -z "$over" ]; do
   if [ -e "$run/code" ]; then
     over=ended
@@ -63,19 +66,21 @@ while [ -z "$over" ]; do
   fi
   lines=$(cat "$run/log" 2>/dev/null | wc -l)
   if [ "$lines" -gt "$seen" ]; then
-    tail -n "+$((seen + 1))" "$run/log" | head -n "$((lines - seen))" || exit
+    tail -n "+$((seen + 1))" "$run/log" | head -n "$((lines - seen))" | sed "s/\$/$(printf "\036")/" |
+      nl -ba -w1 -s" " -v"$((seen + 1))" || exit
     seen=$lines
   fi
   [ -n "$over" ] || sleep 0.5
 done
 if [ "$over" = lost ]; then
-  echo "log [$name] the processes of the run have disappeared"
-  echo "exit [$name] 42"
+  end=$(printf "\036")
+  echo "$((seen + 1)) log [$name] the processes of the run have disappeared$end"
+  echo "$((seen + 2)) exit [$name] 42$end"
 fi
 exit 0'
 
 usage() {
-  sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
+  sed -n '2,/^set/{/^#/s/^# \{0,1\}//p;}' "$0" >&2
   exit 2
 }
 
@@ -148,10 +153,14 @@ follow_command() {
 " "$FOLLOW"
 }
 
-# A host has marked its lines with its name and stream; they are separated here. A line that was cut is left out. One
-# process for each host does this, so they take turns.
+# A host has marked its lines with its name and stream; they are separated here. A line that was cut, or that has been
+# passed on, is left out. One process for each host does this, so they take turns.
 pass_on() {
+  local line number last=0
   while IFS= read -r line; do
+    number=${line%% *}
+    if [[ $line != *"$END" || ! $number =~ ^[0-9]+$ || $number -le $last ]]; then continue; fi
+    last=$number line=${line#* } line=${line%"$END"}
     {
       flock 7
       case $line in
@@ -283,14 +292,20 @@ follow() {
 : "${TPU_NAME:?the name of the slice}" "${ZONE:?the zone it is in}"
 task=$1
 shift
+if [[ ${DRY_RUN:-0} != 1 && ($task == run || $task == follow) ]] && ! command -v flock >/dev/null; then
+  echo "error: there is no flock here: use Linux, such as the Cloud Shell, or install it (brew install flock)" >&2
+  exit 2
+fi
 case $task in
   setup) [[ $# -eq 1 && -f $1 ]] || usage && setup "$1" ;;
   run) [[ $# -ge 1 ]] || usage && run "$@" ;;
   follow) follow ;;
   stop)
     [[ ${DRY_RUN:-0} == 1 ]] || touch "$LOG.stop"
-    # The oldest Python that runs it is the supervisor; the shells around it are left alone.
-    on_all_hosts "pkill -TERM -o -u \$(id -u) -f 'bin/python[^ ]* [^ ]*/bin/diffumesh '"
+    # Once: a second signal ends the run at once, and gcloud repeats the command when a connection is lost. The oldest
+    # Python that runs it is the supervisor; the shells around it are left alone.
+    on_all_hosts "$HERE mark=\$place/stop-$(date +%s)-$$; mkdir \"\$mark\" 2>/dev/null || [ ! -d \"\$mark\" ] || exit 0
+      pkill -TERM -o -u \$(id -u) -f 'bin/python[^ ]* [^ ]*/bin/diffumesh '"
     ;;
   *) usage ;;
 esac
