@@ -187,7 +187,7 @@ LLADA = Family(
     reads_generation_config=False,
     mask_token_id=126336,
     end_token_ids=(126081,),
-    end_tokens=("<|endoftext|>",),
+    end_tokens=("<|eot_id|>", "<|endoftext|>"),  # the first one ends the turns of a chat
     # From the README of ML-GSAI/LLaDA: one step per token, blocks of 32.
     published=(PublishedSettings("", _PUBLISHED),),
     presets={"llada-8b": _EIGHT_BILLION},

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from runtime import DiffusionConfig, Engine, GenerationResult, InputError
+from checkpoints import DEMO, open_folder
+from runtime import DiffusionConfig, Engine, GenerationResult, InputError, TextTokenizer, end_tokens
 from runtime.models.config import ConfigError
 from runtime.models.families import parse_config
 from runtime.planner.estimate import estimate_workload
@@ -191,6 +192,19 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert {name: value.tobytes() for name, value in exported.items()} == {
         name: value.tobytes() for name, value in original.items()
     }
+
+
+def test_an_answer_ends_with_its_turn(tmp_path: Path) -> None:
+    """The chat template ends each turn with a token that config.json and generation_config.json do not name."""
+    made = (DEMO / "tokenizer.json").read_text().replace("<|im_end|>", "<|eot_id|>")
+    (tmp_path / "tokenizer.json").write_text(made)
+    (tmp_path / "config.json").write_text((GOLDEN.folder / "config.json").read_text())
+    folder = open_folder(tmp_path, weights=False)
+    tokenizer = TextTokenizer.from_folder(folder)
+    assert tokenizer is not None
+    ends = tokenizer.known_ids(["<|eot_id|>", "<|endoftext|>"])
+    assert len(ends) == 2
+    assert {*ends} < {*end_tokens(engine().config, folder, tokenizer)}
 
 
 def test_the_plan_has_the_published_parameters() -> None:
