@@ -195,7 +195,7 @@ class Engine(TokenEngine):
           config: decoding settings, see :meth:`generate_tokens`. Rows stop early unless ``early_stop`` is false.
           chat: treat each prompt as a user's message, and apply the checkpoint's chat template.
           num_return_sequences: number of completions per prompt.
-          stop: the string or strings that end a completion.
+          stop: the string or strings that end a completion; also the texts of special tokens.
           suffixes: for infilling, the text that follows each prompt's completion. The model sees it. Empty for none.
 
         Raises:

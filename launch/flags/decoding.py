@@ -57,7 +57,9 @@ def define_request_flags(values: flags.FlagValues) -> None:
         "chat", False, "Format each prompt as a user message with the checkpoint's chat template.", flag_values=values
     )
     flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
-    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion", flag_values=values)
+    flags.DEFINE_multi_string(
+        "stop", [], "Stop string that ends a completion; also the text of a special token", flag_values=values
+    )
 
 
 def define_decoding_flags(values: flags.FlagValues) -> None:

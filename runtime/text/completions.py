@@ -65,10 +65,12 @@ def cut_completion(
 ) -> tuple[str, list[int], str]:
     """Cut new tokens at the first end token, then at the first stop string.
 
+    A stop string that is the text of a special token stands for this token, because the text has no special tokens.
+
     Returns:
       The text, the longest prefix of tokens whose text ends before the cut, and the finish reason.
     """
-    kept = _before_end(tokens, end_token_ids)
+    kept = _before_end(tokens, {*end_token_ids, *tokenizer.special_ids(stop)})
     reason = "stop" if len(kept) < len(tokens) else "length"
     text = tokenizer.decode(kept)
     cut = _first_stop(text, stop)
@@ -276,13 +278,15 @@ class TextStream:
 
     Attributes:
       ended: whether the text is complete, because an end token or a stop string was found.
-      stopped: whether a stop string was found.
+      stopped: whether a stop string was found, or the special token that it is the text of.
       length: number of characters returned so far.
     """
 
     def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
         """Create a stream; see :func:`cut_completion` for the arguments."""
-        self._decoder, self._ends, self._stop = _IncrementalDecoder(tokenizer), end_token_ids, stop
+        self._decoder, self._stop = _IncrementalDecoder(tokenizer), stop
+        self._special = tokenizer.special_ids(stop)
+        self._ends = {*end_token_ids, *self._special}
         self._margin = max((len(string) for string in stop), default=1) - 1
         self._tokens = self.length = 0
         self._held = ""
@@ -305,9 +309,10 @@ class TextStream:
         sure = len(text) if last else self._final_length(text)
         cut = _first_stop(text, self._stop)
         # With several stop strings, one that begins earlier may not be complete yet, so wait until this is ruled out.
-        self.stopped = cut is not None and cut <= sure
+        is_cut = cut is not None and cut <= sure
+        self.stopped = is_cut or (at_end and new[len(kept)] in self._special)
         self.ended = at_end or self.stopped
-        piece = text[: cut if self.stopped else sure]
+        piece = text[: cut if is_cut else sure]
         self._held = text[len(piece) :]
         self.length += len(piece)
         return piece
@@ -327,7 +332,8 @@ class StopSearch:
 
     def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
         """Create a search in one row; see :func:`cut_completion` for the arguments."""
-        self._tokenizer, self._ends, self._stop = tokenizer, end_token_ids, stop
+        self._tokenizer, self._stop = tokenizer, stop
+        self._ends = {*end_token_ids, *tokenizer.special_ids(stop)}
         self._begin()
 
     def _begin(self) -> None:

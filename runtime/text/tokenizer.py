@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -223,6 +224,15 @@ class TextTokenizer:
     def _id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.backend_tokenizer.token_to_id(token)
         return found
+
+    def special_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens, which :meth:`decode` leaves out."""
+        return frozenset(self._special[text] for text in texts if text in self._special) if texts else frozenset()
+
+    @functools.cached_property
+    def _special(self) -> dict[str, int]:
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     def infilling_ids(self, tokens: InfillingTokens) -> tuple[int, int, int]:
         """Return the ids of the tokens before a prompt, before its suffix, and before the text between them.

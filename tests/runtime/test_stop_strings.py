@@ -91,6 +91,19 @@ def test_a_stream_is_not_generated_beyond_its_stop_string(demo: Engine, monkeypa
     assert completion.text.endswith("number")
 
 
+def test_the_text_of_a_special_token_ends_a_row(demo: Engine) -> None:
+    assert demo.tokenizer.special_ids(["<|im_end|>", "<|im_end", "def"]) == {*demo.tokenizer.known_ids(["<|im_end|>"])}
+    config = DiffusionConfig.published(32, block_length=8, early_stop=False)
+    ids, mask = demo.encode(PROMPTS[0])
+    whole = demo.generate_tokens(ids, mask, config)
+    found = demo.generate_tokens(ids, mask, config, stop_tests=demo.stop_tests([["<|endoftext|>"]]))
+    (completion,) = demo.completions(PROMPTS[0], ids, mask, whole)
+    assert found.stats.tokens == len(completion.tokens) < whole.stats.tokens
+    assert found.stats.forwards < whole.stats.forwards
+    (ended,) = demo.completions(PROMPTS[0], ids, mask, found, stop="<|endoftext|>")
+    assert (ended.text, ended.finish_reason) == (completion.text, "stop")
+
+
 def ends_after(count: int) -> StopTest:
     return lambda tokens, whole: count - 1 if len(tokens) >= count else None
 

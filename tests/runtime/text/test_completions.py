@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, models
 from runtime.text.completions import CompletionBuilder, StopSearch, TextStream, cut_completion, stop_tests, stream_texts
 from runtime.text.tokenizer import TextTokenizer, UndecodableError
 
-END = 256
+END, TURN = 256, 257
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes, and which counts calls and decoded tokens."""
+    """A tokenizer whose tokens are bytes and one special token, and which counts calls and decoded tokens."""
 
     def __init__(self) -> None:
         self.decoded = self.tokens = 0
@@ -27,7 +27,10 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         self.decoded += 1
         self.tokens += len(tokens)
-        return bytes(tokens).decode("utf-8", errors="replace")
+        return bytes(token for token in tokens if token != TURN).decode("utf-8", errors="replace")
+
+    def special_ids(self, texts: Sequence[str]) -> set[int]:
+        return {TURN for text in texts if text == "<turn>"}
 
 
 def byte_fallback() -> tuple[TextTokenizer, dict[str, int]]:
@@ -167,6 +170,20 @@ def test_a_search_finds_where_a_completion_is_cut(seed: int) -> None:
             assert found == (expected if there and (over or not longer) else None), (text, stop, count)
         assert search(tokens, True) == search(tokens, True) == expected
     assert stop_tests(anything, [END], [[], ["x"]])[0] is None
+
+
+@pytest.mark.parametrize(("text", "stop"), [("ab", ["<turn>"]), ("ab", ["c", "<turn>"]), ("a", ["b<", "b", "<turn>"])])
+def test_a_stop_string_is_a_special_token(text: str, stop: list[str]) -> None:
+    """Texts have no special tokens, so the string cannot be searched for in them."""
+    anything: Any = Bytes()
+    tokens = [*b"ab", TURN, *b"cd", END]
+    assert cut_completion(anything, tokens, [END], stop) == (text, list(text.encode()), "stop")
+    (search,) = stop_tests(anything, [END], [stop])
+    assert search is not None
+    assert [search(tokens[:count], False) for count in (1, 3, 6)] == [None, len(text), len(text)]
+    pieces = stream_texts(anything, [[tokens[:count]] for count in (1, 3, 6)], [END], stop)
+    assert "".join(piece for (piece,) in pieces) == text
+    assert cut_completion(anything, tokens, [END], ["<turn"])[0] == "abcd"
 
 
 def test_a_search_is_used_for_another_generation() -> None:
