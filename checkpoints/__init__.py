@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from checkpoints.folder import DEMO, CheckpointFolder
     from checkpoints.formats import FORMATS, Format
     from checkpoints.legacy import LegacyPickle, LegacySource, config_folder, find_legacy, legacy_path, open_legacy
-    from checkpoints.loading import LoadedBytes, check_tensors, load_weights, stored_leaves
+    from checkpoints.loading import LoadedBytes, check_tensors, check_weights, load_weights, stored_leaves
     from checkpoints.local_files import lock, parse_json_object, parse_json_objects, replace_file
     from checkpoints.opening import VERIFY, open_tensors, read_manifest
     from checkpoints.output import FolderOutput, Output, output_at
@@ -39,6 +39,7 @@ __all__ = [
     "Output",
     "Processes",
     "check_tensors",
+    "check_weights",
     "config_folder",
     "convert",
     "export_checkpoint",
@@ -76,6 +77,7 @@ _HOMES = {
     "Processes": "checkpoints.processes",
     "VERIFY": "checkpoints.opening",
     "check_tensors": "checkpoints.loading",
+    "check_weights": "checkpoints.loading",
     "config_folder": "checkpoints.legacy",
     "convert": "checkpoints.conversion",
     "export_checkpoint": "checkpoints.export",

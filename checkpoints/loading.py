@@ -131,11 +131,15 @@ def check_weights(folder: CheckpointFolder, layout: ModelLayout, verify: str = "
       CheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors, or says what is damaged.
     """
     found = open_tensors(folder, verify="none" if verify == "none" else "sizes")
-    leaves = stored_leaves(folder, layout)
-    check_tensors(folder, leaves, found)
+    check_tensors(folder, stored_leaves(folder, layout), found)
     open_adapter(folder, layout)
+    return _stored_dtype(folder, layout, found)
+
+
+def _stored_dtype(folder: CheckpointFolder, layout: ModelLayout, found: StoredTensors) -> str | None:
     # The dtype of a quantized checkpoint is that of the tensors that are not quantized.
     plain = {leaf.sources[0] for leaf in layout.leaves if not leaf.contracted or folder.quantization == "none"}
+    leaves = stored_leaves(folder, layout)
     dtypes = {found[source].dtype for leaf in leaves for source in leaf.sources if leaf.sources[0] in plain}
     return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -336,11 +340,13 @@ class LoadedBytes:
       bytes_read: bytes that this host read from the checkpoint.
       bytes_held: bytes on this host's devices, with padding and replicas.
       bytes_stored: bytes of all weights in the checkpoint.
+      stored_dtype: their dtype, of a quantized checkpoint that of the other weights; None if there are several.
     """
 
     bytes_read: int
     bytes_held: int
     bytes_stored: int
+    stored_dtype: str | None
 
 
 def load_weights(
@@ -398,4 +404,4 @@ def load_weights(
         made[leaf.name] = whole
     weights = layout.build(lambda leaf: made[leaf.name])
     held = sum(shard.data.nbytes for array in jax.tree.leaves(weights) for shard in array.addressable_shards)
-    return weights, LoadedBytes(found.bytes_read.total, held, found.bytes)
+    return weights, LoadedBytes(found.bytes_read.total, held, found.bytes, _stored_dtype(folder, layout, found))

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, read_manifest, verify
+from checkpoints import DEMO, CheckpointFolder, check_weights, folder_fingerprint, read_manifest, verify
 from launch.flags.model import check_named, read_mesh
 from launch.folders.models import open_named
 from launch.process.collectives import collective_lines, probe_mesh
@@ -132,7 +132,8 @@ def main(values: flags.FlagValues) -> None:
     start_devices(values, {"checkpoint": folder_fingerprint(folder)})
     devices = jax.devices()
     section("devices", device_lines(devices))
-    section("meshes for this checkpoint", mesh_lines(config, devices, config.dtype, folder.quantization))
+    dtype = check_weights(folder, model_layout(config), "none") or config.dtype
+    section("meshes for this checkpoint", mesh_lines(config, devices, dtype, folder.quantization))
     mesh = probe_mesh(spec, devices)
     section("collectives", collective_lines(mesh, values.megabytes))
     section("checkpoint", checkpoint_lines(folder))

@@ -209,8 +209,9 @@ def describe_loaded(engine: Engine, loaded: LoadedBytes) -> str:
     """Describe the size of the weights, stored and in memory, and each host's share. All hosts call this."""
     sizes = this_host().gather("loaded", [loaded.bytes_read / 1e9, loaded.bytes_held / 1e9])
     dtype = np.dtype(engine.dtype).name if engine.layout.quantization == "none" else engine.layout.quantization
+    stored = "" if loaded.stored_dtype is None else f"{loaded.stored_dtype} "
     line = (
-        f"Loaded {loaded.bytes_stored / 1e6:,.0f} MB of {engine.config.dtype} weights "
+        f"Loaded {loaded.bytes_stored / 1e6:,.0f} MB of {stored}weights "
         f"({sum(held for _, held in sizes) * 1e3:,.0f} MB in memory as {dtype})"
     )
     if len(sizes) == 1:

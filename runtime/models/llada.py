@@ -134,6 +134,8 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         renamed = _NAMES | {"embedding_size": "vocab_size"}
         _check_vocabulary(raw)
     common.pop("head_dim", None)
+    if not (raw.get("torch_dtype") or raw.get("dtype")):
+        common["torch_dtype"] = "bfloat16"  # that of the authors' weights, which their config.json does not name
     return transformer_config(LLADA, common, renamed=renamed)
 
 

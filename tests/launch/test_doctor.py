@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +18,9 @@ import pytest
 
 from checkpoints import DEMO
 from launch import convert, doctor, verify
+from launch.flags.model import describe_loaded
 from launch.process import collectives, environment, streams
-from runtime import InputError, MeshSpec
+from runtime import Engine, InputError, MeshSpec
 
 
 def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -63,6 +66,19 @@ def test_quantized_weights_stay_quantized(capsys: pytest.CaptureFixture[str], tm
         sizes[line[4]] = float(line[1])
     assert list(sizes) == ["bfloat16", "int8"]
     assert sizes["int8"] < 0.8 * sizes["bfloat16"]
+
+
+def test_memory_is_that_of_the_stored_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As loading does: config.json may name no dtype, or another one."""
+    shutil.copy(DEMO / "model.safetensors", tmp_path)
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    text = page(capsys, "--mesh=tensor=2", f"--checkpoint={tmp_path}", "--compile_cache=")
+    assert "GB of bfloat16 weights" in text
+    assert "of float32" not in text
+    engine = Engine.load(tmp_path, "tensor=1")
+    assert engine.loaded is not None
+    assert re.match(r"Loaded \d+ MB of bfloat16 weights \(", describe_loaded(engine, engine.loaded))
 
 
 def test_a_damaged_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

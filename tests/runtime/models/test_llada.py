@@ -240,6 +240,13 @@ def test_an_absent_norm_epsilon_is_that_of_the_original_code() -> None:
     assert parse_config(raw).norm_eps == 1e-5
 
 
+@pytest.mark.parametrize(("given", "dtype"), [({}, "bfloat16"), ({"dtype": "float32"}, "float32")])
+def test_an_absent_dtype_is_that_of_the_authors_weights(given: dict[str, Any], dtype: str) -> None:
+    """Their config.json has a precision instead, which is that of training."""
+    raw = {key: value for key, value in PRESETS["llada-8b"].items() if key != "torch_dtype"}
+    assert parse_config(raw | {"precision": "amp_bf16"} | given).dtype == dtype
+
+
 def test_requests_of_another_family_are_refused() -> None:
     ids, mask = prompts()
     with pytest.raises(
