@@ -4,9 +4,9 @@
       --model_args checkpoint=apple/DiffuCoder-7B-Instruct,mesh=tensor=8,max_new_tokens=256,cache=dual
 
 Everything after the module's name is the harness's own command line. Of --model_args, ``checkpoint``, ``mesh`` (axes
-separated by semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``lora``, ``slots``, ``seed`` and ``mc_samples`` are
-read here. ``batch_size``, ``max_batch_size`` and ``device`` are ignored. The others are decoding parameters, which
-override those of a task. Exit code 2 means an invalid parameter.
+separated by semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``lora``, ``slots``, ``seed``, ``mc_samples`` and
+``add_bos_token`` are read here. ``batch_size``, ``max_batch_size`` and ``device`` are ignored. The others are decoding
+parameters, which override those of a task. Exit code 2 means an invalid parameter.
 
 On several hosts, start the same command on each. They find each other through their environment, as for other commands.
 Every host takes part in every request; host 0 prints and writes the results.

@@ -15,7 +15,7 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from checkpoints import DEMO, folder_fingerprint, open_folder
+from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder
 from launch.hosts.preflight import agree, agree_on_programs, digest
 from launch.process.startup import this_host
 from runtime import (
@@ -25,6 +25,7 @@ from runtime import (
     InputError,
     RowRequest,
     SamplingConfig,
+    TextTokenizer,
     declared_parameters,
     row_seed,
 )
@@ -34,6 +35,30 @@ _SAMPLING = ("temperature", "top_p", "top_k")
 # The harness's names for the number of new tokens, in the order of their priority.
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_NEW_TOKENS = 256
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"model_args: {name} is {value!r:.100}; expected true or false", field=name)
+    return value
+
+
+def _bos_ids(folder: CheckpointFolder, tokenizer: TextTokenizer) -> list[int]:
+    """Return the id of the token that begins a text, as a list.
+
+    Raises:
+      InputError: the checkpoint has none.
+    """
+    token = (folder.read_json("tokenizer_config.json") or {}).get("bos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    found = tokenizer.known_ids([text]) if isinstance(text, str) else ()
+    if not found:
+        raise InputError(
+            f"model_args: add_bos_token=true, but tokenizer_config.json of {folder.name} has no bos_token that is in "
+            "its vocabulary",
+            field="add_bos_token",
+        )
+    return list(found)
 
 
 class HarnessModel(LM):
@@ -50,6 +75,7 @@ class HarnessModel(LM):
         slots: int | None = None,
         seed: int = 0,
         mc_samples: int = 128,
+        add_bos_token: bool = False,
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: Any = None,
@@ -65,6 +91,7 @@ class HarnessModel(LM):
           slots: maximum number of rows on the devices at a time; None for as many as memory allows.
           seed: seed of samples and of Monte Carlo estimates.
           mc_samples: number of samples of each Monte Carlo estimate.
+          add_bos_token: put ``bos_token`` of ``tokenizer_config.json`` before contexts that do not begin with it.
           batch_size, max_batch_size, device: ignored.
           decoding: decoding parameters, which override those of a task.
 
@@ -76,7 +103,7 @@ class HarnessModel(LM):
         spec = mesh.replace(";", ",") if mesh else None
         folder = open_folder(checkpoint, lora=lora)
         # The parameters may come from a file of the harness, which is not on its command line.
-        given = (spec, dtype, quantize, kv_cache, slots, seed, mc_samples, sorted(decoding.items()))
+        given = (spec, dtype, quantize, kv_cache, slots, seed, mc_samples, add_bos_token, sorted(decoding.items()))
         facts = {"checkpoint": folder_fingerprint(folder), "model_args": repr(given)}
         agree(this_host(), "model", facts, "the hosts are about to load different models: ")
         self.engine = Engine.load(folder, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots)
@@ -84,6 +111,7 @@ class HarnessModel(LM):
         self._name = f"{Path(checkpoint).name}-{facts['checkpoint']}"
         self._slots, self._seed, self._samples = slots, seed, mc_samples
         self._decoding = decoding
+        self._bos = _bos_ids(folder, self.engine.tokenizer) if _switch("add_bos_token", add_bos_token) else []
         self._config(self._decoding)
 
     def _config(self, fields: dict[str, Any]) -> DiffusionConfig | SamplingConfig:
@@ -112,18 +140,24 @@ class HarnessModel(LM):
             # earlier: a task that is imported where it is not 0, such as ifeval, does not download the data it needs.
             os.environ["LOCAL_RANK"] = str(this_host().process_index)
 
+    def _context(self, text: str) -> list[int]:
+        """Return the tokens of a context, of which there is at least one."""
+        tokens = self.engine.tokenizer.encode(text)
+        if tokens[: len(self._bos)] != self._bos:
+            tokens = self._bos + tokens
+        return tokens or [self.engine.end_token_ids[0]]
+
     # ---- likelihoods ------------------------------------------------------------------------------------------
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the tokens of a context and its continuation, to which spaces at the end of the context belong."""
-        end = self.engine.end_token_ids[0]
         bare = context.rstrip()
         whole, before = (self.engine.tokenizer.encode(text) for text in (context + continuation, bare))
         new = whole[len(before) :]
         if self.engine.config.objective == "masked_diffusion":
-            new = [*new, end]
+            new = [*new, self.engine.end_token_ids[0]]
         room = self.engine.config.max_positions - len(new)
-        return (before or [end])[-max(1, room) :], new
+        return self._context(bare)[-max(1, room) :], new
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation in its context, and whether greedy decoding yields it.
@@ -149,7 +183,7 @@ class HarnessModel(LM):
         for request in requests:
             windows = get_rolling_token_windows(
                 token_list=self.engine.tokenizer.encode(request.args[0]),
-                prefix_token=self.engine.end_token_ids[0],
+                prefix_token=self._context("")[0],
                 max_seq_len=self.engine.config.max_positions - 1,
                 context_len=1,
             )
@@ -169,8 +203,7 @@ class HarnessModel(LM):
             seed = row_seed(self._seed, context, seen[context])
             seen[context] += 1
             room = self.engine.config.max_positions - config.max_new_tokens
-            tokens = self.engine.tokenizer.encode(context) or [self.engine.end_token_ids[0]]
-            rows.append(RowRequest(tokens[-max(1, room) :], config, seed))
+            rows.append(RowRequest(self._context(context)[-max(1, room) :], config, seed))
             until = asked.get("until") or []
             stops.append([until] if isinstance(until, str) else list(until))
         self._agree("generate_until", list(zip(rows, stops, strict=True)))

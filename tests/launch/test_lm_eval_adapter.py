@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,40 @@ def test_what_the_harness_asks() -> None:
     assert likely[1] is False
     with pytest.raises(InputError, match="autoregressive"):
         model.loglikelihood_rolling([request("text")])
+
+
+def test_contexts_begin_with_the_tokenizers_first_token(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(gpt2, folder)
+    own: dict[str, Any] = {"checkpoint": str(folder), "mesh": "tensor=1;data=-1", "slots": 2}
+    with pytest.raises(InputError, match="has no bos_token that is in its vocabulary") as found:
+        HarnessModel(**own, add_bos_token=True)
+    assert found.value.field == "add_bos_token"
+    with pytest.raises(InputError, match="add_bos_token is 3; expected true or false"):
+        HarnessModel(**own, add_bos_token=3)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "<|beginoftext|>"}))
+    plain, model = HarnessModel(**own), HarnessModel(**own, add_bos_token=True)
+    encode = model.engine.tokenizer.encode
+    (bos,) = encode("<|beginoftext|>")
+    seen: list[list[int]] = []
+
+    def keep(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        seen.extend(context for context, _ in pairs)
+        return [(0.0, False)] * len(pairs)
+
+    for one in (plain, model):
+        monkeypatch.setattr(one.engine, "log_likelihoods", keep)
+        one.loglikelihood([request("def f(", "x"), request("", "x"), request("<|beginoftext|>def", " f")])
+        one.loglikelihood_rolling([request("import os")])
+    end = model.engine.end_token_ids[0]
+    assert seen[:4] == [encode("def f("), [end], [bos, *encode("def")], [end]]
+    assert seen[4:] == [[bos, *encode("def f(")], [bos], [bos, *encode("def")], [bos]]
+    asked = {"until": [], "max_gen_toks": 3}
+    expected = plain.generate_until([request("<|beginoftext|>import", asked)])
+    assert model.generate_until([request("import", asked)]) == expected
 
 
 class Pair(Host):
