@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -26,7 +27,10 @@ assert isinstance(_DRAFTS.kind, IntegerOrWord)
 # Decoding parameters of the workload of a diffusion model. Autoregressive models are always planned with a cache.
 _DECODING = {
     "steps": EXPOSED_PARAMETERS["steps"],
-    "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
+    "cache": replace(
+        EXPOSED_PARAMETERS["cache"],
+        flag_help=f"Default: that of the settings that the model's authors publish, otherwise {Workload.cache}.",
+    ),
     "block_length": EXPOSED_PARAMETERS["block_length"],
     # A plan compares meshes, and "auto" depends on the mesh.
     "draft_steps": replace(
@@ -75,28 +79,36 @@ def define_workload_flags(values: flags.FlagValues) -> None:
     )
 
 
-def _read_model(values: flags.FlagValues, prefix: str = "") -> tuple[str, ModelConfig, str]:
-    """Return name, configuration and stored quantization of the model that two flags name; one of them is given.
+class _Model(NamedTuple):
+    """A model that a flag names: its name, configuration, stored quantization and published settings."""
+
+    name: str
+    config: ModelConfig
+    stored: str
+    published: dict[str, Any]
+
+
+def _read_model(values: flags.FlagValues, prefix: str = "") -> _Model:
+    """Read the model that one of two flags names.
 
     Raises:
       InputError: the flag is empty, or there is no such checkpoint.
     """
     model, checkpoint = values[f"{prefix}model"].value, values[f"{prefix}checkpoint"].value
     if model is not None:
-        return model, preset(model), "none"
+        config = preset(model)
+        return _Model(model, config, "none", config.family.published_settings(model))
     from checkpoints import open_folder
 
     if not checkpoint:
         raise InputError(f"--{prefix}checkpoint is empty: name a folder, a URL or a Hub name")
     folder = open_folder(checkpoint, weights=False)
-    return folder.name, _with_published_blocks(parse_config(folder.config), folder.model_names), folder.quantization
-
-
-def _with_published_blocks(config: ModelConfig, names: str) -> ModelConfig:
-    """Set the block length that a run has by default, which the name of a block-causal checkpoint may determine."""
-    if not (own := config.attention_block_length):
-        return config
-    return replace(config, attention_block_length=config.family.published_settings(names).get("block_length", own))
+    config = parse_config(folder.config)
+    published = config.family.published_settings(folder.model_names)
+    if own := config.attention_block_length:
+        # The block length of a run by default, which the name of a block-causal checkpoint may determine.
+        config = replace(config, attention_block_length=published.get("block_length", own))
+    return _Model(folder.name, config, folder.quantization, published)
 
 
 def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, DraftModel] | None:
@@ -109,9 +121,9 @@ def _read_draft(values: flags.FlagValues, config: ModelConfig) -> tuple[str, Dra
         return None
     if values.draft_model is not None and values.draft_checkpoint is not None:
         raise InputError("give either --draft_model or --draft_checkpoint, not both", field="draft_checkpoint")
-    name, draft, stored = _read_model(values, "draft_")
-    check_draft_objectives(config, draft, name)
-    return name, DraftModel(draft, values.quantize if stored == "none" else stored)
+    found = _read_model(values, "draft_")
+    check_draft_objectives(config, found.config, found.name)
+    return found.name, DraftModel(found.config, values.quantize if found.stored == "none" else found.stored)
 
 
 def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
@@ -122,7 +134,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     """
     if (values.model is None) == (values.checkpoint is None):
         raise InputError(f"give either --model={'|'.join(PRESETS)} or --checkpoint=DIR")
-    name, config, stored = _read_model(values)
+    name, config, stored, published = _read_model(values)
     draft = _read_draft(values, config)
     given = [f"--{flag}" for flag in _DECODING if values[flag].present]
     if config.objective == "autoregressive" and given:
@@ -130,7 +142,8 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
             f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token; leave "
             "them out"
         )
-    if values.block_length is not None and values.cache == "none":
+    cache = values.cache or published.get("cache", Workload.cache)
+    if values.block_length is not None and cache == "none":
         raise InputError(
             "--block_length needs --cache=prefix, dual or exact: a plan without a cache has the published blocks",
             field="block_length",
@@ -147,7 +160,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         values.prompt,
         values.new_tokens,
         default_steps(config, values.new_tokens, block_length) if values.steps is None else values.steps,
-        values.cache,
+        cache,
         block_length,
         values.quantize if stored == "none" else stored,
         values.draft_steps or 0,

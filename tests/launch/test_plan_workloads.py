@@ -44,6 +44,18 @@ def test_blocks_of_a_checkpoints_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (found["steps"], found["block_length"]) == (64, 32)
 
 
+@pytest.mark.parametrize("model", ["sdar-8b", "fast_dllm_v2-7b", "diffucoder-7b", "llada-8b"])
+def test_the_cache_is_that_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published = published_config(preset(model), "")
+    assert isinstance(published, DiffusionConfig)
+    expected = "exact" if preset(model).attention_block_length else "none"
+    assert published.cache == expected
+    assert workload(capsys, f"--model={model}")["cache"] == expected
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS[model]))
+    assert workload(capsys, f"--checkpoint={tmp_path}")["cache"] == expected
+    assert workload(capsys, f"--model={model}", "--cache=none")["cache"] == "none"
+
+
 def test_drafts_are_part_of_the_workload(capsys: pytest.CaptureFixture[str]) -> None:
     """Two plans with different drafts looked alike."""
     plain = workload(capsys, "--model=diffucoder-7b")
