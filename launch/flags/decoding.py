@@ -169,6 +169,7 @@ def _diffusion_config(
     if wrong := [name for name in given if not hasattr(DiffusionConfig, name)]:
         names = ", ".join(f"--{name}" for name in wrong)
         raise InputError(f"{folder.name} is a diffusion model; only autoregressive models have {names}", field=wrong[0])
+    _check_preset(values, model.family)
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()
     if values.preset == "published":
@@ -184,6 +185,21 @@ def _diffusion_config(
     config = with_model_blocks(defaults.replace(**fields), model)
     check_given(config, given)
     return config
+
+
+def _check_preset(values: flags.FlagValues, family: Family) -> None:
+    """Check that a diffusion model has the block rule of ``--preset=fast-dllm``, if that is given.
+
+    Raises:
+      InputError: it does not. The error of the rule would name flags that nobody gave.
+    """
+    if values.preset != FAST_DLLM or "fast_dllm" in family.block_rules:
+        return
+    similar = "dual" in family.caches and "threshold" in family.parallel_rules
+    advice = "use --cache=dual --parallel=threshold" if similar else "leave it out: the defaults are the authors'"
+    raise InputError(
+        f"--preset={FAST_DLLM} is for Dream and DiffuCoder; for {family.name} models {advice}", field="preset"
+    )
 
 
 def _sampling_config(

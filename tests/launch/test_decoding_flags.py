@@ -15,7 +15,7 @@ from checkpoints import DEMO, open_folder
 from checkpoints.folder import QUANTIZATION_KEY
 from launch import generate
 from launch.flags.decoding import decoding_config, notices, steps_follow_tokens
-from runtime import DiffusionConfig, Engine, SamplingConfig, parse_config
+from runtime import DiffusionConfig, Engine, InputError, SamplingConfig, check_kind, parse_config
 from runtime.models.dream import DREAM
 from runtime.models.gpt2 import GPT2
 from tests.launch.family_folders import GOLDEN
@@ -251,6 +251,27 @@ def test_settings_that_the_original_code_does_not_read(family: str, tmp_path: Pa
     (said,) = notices(values, folder, model.family, [])
     assert said.startswith("ignored: temperature=0.7, top_p=0.8, top_k=20, steps=3 of generation_config.json, because")
     assert notices(flag_values("--preset=class"), folder, model.family, []) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "advice"),
+    [
+        ("llada", "use --cache=dual --parallel=threshold"),
+        ("fast_dllm_v2", "leave it out: the defaults are the authors'"),
+        ("sdar", "leave it out: the defaults are the authors'"),
+    ],
+)
+def test_the_preset_of_another_family(family: str, advice: str, tmp_path: Path) -> None:
+    """The error names the flag that was given, and flags that work."""
+    shutil.copy(GOLDEN / f"{family}_tiny" / "config.json", tmp_path)
+    folder = open_folder(tmp_path, weights=False)
+    model = parse_config(folder.config)
+    with pytest.raises(InputError) as found:
+        decoding_config(flag_values("--preset=fast-dllm", "--max_new_tokens=8"), folder, model)
+    assert str(found.value) == f"--preset=fast-dllm is for Dream and DiffuCoder; for {family} models {advice}"
+    assert found.value.field == "preset"
+    advised = [word for word in advice.split() if word.startswith("--")]
+    check_kind(model, decoding_config(flag_values(*advised), folder, model))
 
 
 def test_class_defaults_in_a_checkpoint_decide_nothing(tmp_path: Path) -> None:

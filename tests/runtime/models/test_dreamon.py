@@ -356,8 +356,10 @@ def test_flags(tmp_path: Path) -> None:
     for name, value in (("steps", "20"), ("eps", "0.001"), ("block_length", "8"), ("draft_steps", "2")):
         with pytest.raises(InputError, match=f"--{name} is not available for models whose canvas changes its length"):
             decoding_config(flag_values("--max_new_tokens=20", f"--{name}={value}"), folder, model)
+    with pytest.raises(InputError, match="--preset=fast-dllm is for Dream and DiffuCoder; for dreamon models leave it"):
+        decoding_config(flag_values("--preset=fast-dllm"), folder, model)
     with pytest.raises(InputError, match="block_rule=fast_dllm is not available for dreamon models"):
-        check_kind(model, decoding_config(flag_values("--preset=fast-dllm"), folder, model))
+        check_kind(model, DiffusionConfig.fast_dllm(20))
 
 
 def test_convert_and_export(tmp_path: Path) -> None:
