@@ -90,9 +90,11 @@ def _open(path: str | Path, weights: bool, revision: str | None, token: str | No
             raise CheckpointError(f"{text} is a file; a checkpoint is a folder with config.json and *.safetensors")
     except (OSError, RuntimeError) as error:  # an invalid name, or an unknown user
         raise CheckpointError(f"{text[:200]}: not a folder ({error})") from error
-    if not _HUB_NAME.fullmatch(text):
-        raise CheckpointError(f"{text}: no such folder")
-    return CheckpointFolder(_fetch_hub(text, weights, revision, token, offline), text, fetched=True)
+    name = text.removesuffix("/")  # as a shell completes it, where there was such a folder
+    if not _HUB_NAME.fullmatch(name):
+        form = "a name on the Hub has the form owner/name, such as openai-community/gpt2"
+        raise CheckpointError(f"{text}: no such folder" + ("" if "/" in name else f"; {form}"))
+    return CheckpointFolder(_fetch_hub(name, weights, revision, token, offline), name, fetched=True)
 
 
 def _fetch_hub(name: str, weights: bool, revision: str | None, token: str | None, offline: bool) -> Path:

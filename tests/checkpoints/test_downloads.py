@@ -6,6 +6,7 @@ import asyncio
 import fnmatch
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -94,6 +95,16 @@ def test_a_manifest_may_list_files_that_are_not_fetched(upload: Callable[[Path],
     assert verify(folder) == sum(map(len, contents(source).values()))
     assert (folder.path / TEMPLATE).read_bytes() == (source / TEMPLATE).read_bytes()
     assert not [path for path in folder.names() if path in UNREAD]
+
+
+def test_names_that_are_almost_those_of_the_hub(source: Path, hub: Callable[[Path], str]) -> None:
+    name = hub(source)
+    assert open_folder(f"{name}/").name == open_folder(name).name == name
+    said = "gpt2: no such folder; a name on the Hub has the form owner/name, such as openai-community/gpt2"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        open_folder("gpt2")
+    with pytest.raises(CheckpointError, match=r"no such folder$"):
+        open_folder("/nowhere/at/all")
 
 
 @pytest.mark.parametrize("kind", ["folder", "url", "hub"])
