@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from launch.openai.messages import read_messages
 from runtime import (
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
@@ -395,7 +396,7 @@ def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
     if (prompt is None) != ("messages" in changes):
         raise InputError("expected either a prompt or messages", field="prompt")
     if prompt is None:
-        return _messages(changes["messages"])
+        return read_messages(changes["messages"])
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         (prompt,) = prompt  # a list of prompts that has one
     if not isinstance(prompt, (str, list)):
@@ -424,22 +425,3 @@ def _not_empty(prompt: Any) -> Any:
     if not len(prompt):
         raise InputError("the prompt is empty; it needs at least one token", field="prompt")
     return prompt
-
-
-def _messages(messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise InputError('messages: expected a list like [{"role": "user", "content": "..."}]', field="messages")
-    found = []
-    for message in messages:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-            texts = [part for part in parts if isinstance(part, str)]
-            content = "".join(texts) if len(texts) == len(content) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise InputError("messages: each message needs a role and a content, both strings", field="messages")
-        named = {"name": message["name"]} if message.get("name") is not None else {}
-        if not all(isinstance(name, str) for name in named.values()):
-            raise InputError("messages: a name must be a string", field="messages")
-        found.append({"role": role, "content": content, **named})
-    return found

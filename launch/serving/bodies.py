@@ -15,6 +15,7 @@ from pydantic_core import PydanticKnownError
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
 from launch.openai.idle import Modality, ResponseType, ToolChoice, check_best_of
+from launch.openai.messages import MessageType, Role, is_empty
 from runtime import (
     EXPOSED_PARAMETERS,
     MAX_TEMPERATURE,
@@ -42,6 +43,16 @@ Token = Annotated[int, Field(ge=0, le=1 << 30)]
 # Validation of a list stops at its first invalid entry: an error object per entry would cost seconds and gigabytes.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+
+# The values of unknown fields of a message that are accepted, as JSON Schema.
+_EMPTY: dict[str, Any] = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string", "maxLength": 0},
+        {"type": "array", "maxItems": 0},
+        {"type": "object", "maxProperties": 0},
+    ]
+}
 
 
 def _refuse_numbers(value: Any) -> Any:
@@ -167,19 +178,41 @@ class CompletionBody(Generate):
         return self
 
 
-class TextPart(Body):
+class _Piece(Body):
+    """A message or a part of one. Answers that a client sends back have fields such as ``refusal: null``."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": _EMPTY})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, value: Any) -> Any:
+        """Drop unknown fields that say nothing."""
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if name in cls.model_fields or not is_empty(one)}
+
+
+class TextPart(_Piece):
     """A text part of a message."""
 
     type: Literal["text"]
     text: Text
 
 
-class Message(Body):
-    """A message of a conversation."""
+class Message(_Piece):
+    """A message of a conversation. The content of an assistant's message may be null, which is an empty text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    role: Role
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
     name: Name | None = None
+    type: MessageType | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise InputError("messages: each message needs a content", field="messages")
+        self.content = self.content or ""
+        return self
 
 
 class ResponseFormat(Body):
