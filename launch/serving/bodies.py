@@ -33,6 +33,7 @@ from runtime import (
 # Bounds that hold for every server. A server's flags set tighter ones.
 MAX_N = 1024
 MAX_PROMPTS = 1024
+MAX_PER_ROW = 1024
 MAX_MESSAGES = 4096
 MAX_NAMES = 256  # per object
 MAX_SECONDS = 86400.0
@@ -98,6 +99,8 @@ def annotation(parameter: Parameter) -> Any:
     kind: Any = parameter.request_kind
     if isinstance(kind, Integer):
         found: Any = Annotated[int, Field(ge=0 if parameter.zero_is_none else kind.low, le=kind.high)]
+        if parameter.per_row:
+            found |= Annotated[list[found], Field(min_length=1, max_length=MAX_PER_ROW, fail_fast=True)]
     elif isinstance(kind, IntegerOrWord):
         word: Any = Literal[kind.word]
         found = word | Annotated[int, Field(ge=kind.integer.low, le=kind.integer.high)]

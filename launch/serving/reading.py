@@ -107,6 +107,7 @@ class Reader:
         fields = body.decoding()
         try:
             changes = by_our_names(fields)
+            seed = changes.pop("seed", secrets.randbits(_SEED_BITS))
             prompts = _several(changes["prompt"]) if "prompt" in changes else [None]
             samples = changes.get("num_return_sequences", self._defaults.samples)
             if len(prompts) * samples > self._limits.rows:
@@ -116,13 +117,12 @@ class Reader:
                 own = changes if prompt is None else changes | {"prompt": prompt}
                 self._check_size(own)
                 asked.append(read_asked(own, self._defaults))
+            seeds = row_seeds(seed, len(asked), samples)
         except CheckpointError:
             # The chat template is the only part of the checkpoint that is read here.
             raise invalid("messages: The model has no usable chat template. Use /v1/completions.", "messages") from None
         except InputError as error:
             raise from_input_error(error) from None
-        seed = changes.get("seed", secrets.randbits(_SEED_BITS))
-        seeds = row_seeds(seed, len(asked), samples)
         # All rows of a request have the same parameters, and so the same pool.
         (pool,) = {self._pool(one) for one in asked}
         rows = [

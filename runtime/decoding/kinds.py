@@ -239,7 +239,7 @@ class Boolean:
 
 @dataclass(frozen=True)
 class Seeds:
-    """One seed for a whole batch, or one per row. An HTTP request and a line of a batch file have a single seed."""
+    """One seed for a whole batch, or one per row. A line of a batch file has a single seed."""
 
     seed: Integer
 

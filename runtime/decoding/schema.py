@@ -116,7 +116,7 @@ class Parameter:
 
     @property
     def request_kind(self) -> Kind:
-        """Type and bounds of the value in one request, which has a single seed."""
+        """Type and bounds of the value in a batch line, which has a single seed, or of one seed of an HTTP request."""
         return self.kind.seed if isinstance(self.kind, Seeds) else self.kind
 
     @property

@@ -34,7 +34,7 @@ class Completion:
       tokens: the tokens of ``text``.
       finish_reason: ``stop`` if an end token or a stop string ended the completion, ``length`` otherwise.
       masks_left: number of masks left on the whole canvas.
-      seed: the seed that reproduces the completion.
+      seed: the seed of this row; ``seed=[seed]`` in a configuration or an HTTP request reproduces the completion alone.
       filled_prompt: the prompt with its masks filled and without special tokens; None if it had no masks. With
         ``chat``, the prompt is all that the chat template made.
       suffix: the text that follows the completion, as given; empty if there is none.

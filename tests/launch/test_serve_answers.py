@@ -67,6 +67,9 @@ def test_completions_are_those_of_the_engine(there: Served) -> None:
     assert one["seed"] != two["seed"]
     again = offline(there, [PROMPT], seed=[one["seed"]])[0]
     assert again.text == one["text"]
+    # The seeds of rows are a list, in requests too.
+    rows = there.post("/v1/completions", {"prompt": PROMPT, "n": 2, "seed": [two["seed"], one["seed"]]}).json()
+    assert [(row["text"], row["seed"]) for row in rows["choices"]] == [(row["text"], row["seed"]) for row in (two, one)]
 
 
 def test_token_ids_infilling_and_masks_left(there: Served) -> None:
@@ -254,6 +257,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "word " * 20000}, 400, "too long"),
     ("/v1/completions", {"prompt": "word " * 200}, 400, "has room for 128"),
     ("/v1/completions", {"prompt": "x", "seed": MAX_SEED + 1}, 400, "seed"),
+    ("/v1/completions", {"prompt": "x", "seed": [MAX_SEED + 1]}, 400, "seed"),
+    ("/v1/completions", {"prompt": "x", "n": 2, "seed": [1, 2, 3]}, 400, "3 seeds for 1 rows"),
     ("/v1/completions", {"prompt": "x", "temperature": 1e-9}, 400, "temperature"),
     ("/v1/completions", {"prompt": "x", "algorithm": "origin"}, 400, "This server does not offer algorithm=origin"),
     (

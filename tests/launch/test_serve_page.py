@@ -130,7 +130,7 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     expected = there.engine.generate([PROMPT], config, num_return_sequences=2)
     for number, one in enumerate(expected):
         assert tokens(page, number) == visible(there, one)
-        assert str(one.seed) in page.locator(".count").nth(number).inner_text()
+        assert f"seed [{one.seed}]" in page.locator(".count").nth(number).inner_text()
     seen = [counts for counts in page.evaluate("window.seen") if sum(counts)]
     assert len({masked for _, masked in seen if masked}) > 1, "it is seen on its way"
     assert {standing + masked for standing, masked in seen} == {96}
@@ -150,6 +150,14 @@ def test_a_suffix_stands_after_the_completion(page: Any, there: Served) -> None:
     [expected] = there.engine.generate(["def f(x):\n"], config, suffixes=["    return y\n"])
     assert tokens(page) == visible(there, expected)
     assert page.locator("#rows pre > .token").last.text_content() == "    return y\n"
+    # The seed that stands beside a completion reproduces it.
+    fill(page, seed=f"[{expected.seed}]")
+    generate(page)
+    assert tokens(page) == visible(there, expected)
+    fill(page, seed="[1, x]")
+    page.click("#run")
+    page.wait_for_selector("#error:not([hidden])")
+    assert page.inner_text("#error").startswith("seed: expected an integer")
 
 
 def test_an_example_until_the_first_answer(page: Any) -> None:
