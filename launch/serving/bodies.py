@@ -94,8 +94,11 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-def annotation(parameter: Parameter) -> Any:
-    """Return the type of a decoding parameter's field for pydantic, with its bounds and its description."""
+def annotation(parameter: Parameter, name: str | None = None) -> Any:
+    """Return the type of a decoding parameter's field for pydantic, with its bounds and its description.
+
+    ``name`` is the field's name, if it is not the one that bodies usually have.
+    """
     kind: Any = parameter.request_kind
     if isinstance(kind, Integer):
         found: Any = Annotated[int, Field(ge=0 if parameter.zero_is_none else kind.low, le=kind.high)]
@@ -114,12 +117,21 @@ def annotation(parameter: Parameter) -> Any:
     else:
         assert isinstance(kind, TokenIds)
         found = Annotated[list[Annotated[int, Field(ge=0, le=kind.high)]], Field(max_length=kind.count, fail_fast=True)]
-    return Annotated[found | None, Field(description=parameter.help)]
+    same = name in (None, parameter.http_name)
+    return Annotated[found | None, Field(description=parameter.help if same else f"The same as {parameter.http_name}.")]
 
 
 def decoding_body(parameters: Iterable[Parameter]) -> type[RequestBody]:
-    """Make a model with a field for each of these parameters that OpenAI's request format does not define itself."""
-    fields: Any = {one.http_name: (annotation(one), None) for one in parameters if one.http is not None}
+    """Make a model with fields for these parameters, under each of their names.
+
+    A name that OpenAI's request format defines itself is left out.
+    """
+    fields: Any = {
+        name: (annotation(one, name), None)
+        for one in parameters
+        for name in (one.name, *one.aliases)
+        if one.http is not None or name != one.http_name
+    }
     return create_model("Decoding", __base__=RequestBody, **fields)
 
 
@@ -224,15 +236,7 @@ class ResponseFormat(Body):
     type: ResponseType
 
 
-if TYPE_CHECKING:
-    GenerateChat = Generate
-else:  # OpenAI's chat requests have a second name for max_tokens
-    _LENGTH = EXPOSED_PARAMETERS["max_new_tokens"]
-    _NAMES = [name for name in _LENGTH.aliases if name != _LENGTH.http_name]
-    GenerateChat = create_model("GenerateChat", __base__=Generate, **dict.fromkeys(_NAMES, (annotation(_LENGTH), None)))
-
-
-class ChatBody(GenerateChat):
+class ChatBody(Generate):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

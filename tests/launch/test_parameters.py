@@ -90,6 +90,12 @@ OF_EACH_REQUEST = {
 }
 
 
+BODIES: dict[type[CompletionBody | ChatBody], dict[str, Any]] = {
+    CompletionBody: {"prompt": "a"},
+    ChatBody: {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
 def flag_values(*arguments: str) -> flags.FlagValues:
     values = flags.FlagValues()
     define_decoding_flags(values)
@@ -141,8 +147,12 @@ def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
     assert getattr(config, name) == value
     if name != "seed":  # requests set their own
         for spelled in (name, *one.aliases):
-            body = by_our_names({spelled if key == name else key: given for key, given in said.items()})
+            written = {spelled if key == name else key: given for key, given in said.items()}
+            body = by_our_names(written)
             assert known(body) == body
+            for kind, own in BODIES.items():
+                if (kind, spelled) != (CompletionBody, "logprobs"):  # a number there, as in OpenAI's format
+                    assert by_our_names(kind.model_validate(own | written).decoding()) == own | body
             assert getattr(read_config(body, defaults()), name) == value
 
 
