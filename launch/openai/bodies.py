@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from launch.openai.idle import IGNORE_EOS, early_stop
 from launch.openai.messages import read_messages
 from runtime import (
     EXPOSED_PARAMETERS,
@@ -17,6 +18,7 @@ from runtime import (
     InputError,
     Integer,
     ModelConfig,
+    ParameterError,
     RowRequest,
     SamplingConfig,
     TextTokenizer,
@@ -41,7 +43,8 @@ _LONGEST_TOKEN = 256
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
 _TEXTS = {"prompt", "messages", "suffix"}
 _READ = {*_TEXTS, "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
-_OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
+_OWN_NAMES = {"n": _SAMPLES_NAME, IGNORE_EOS: "early_stop"}
+_OWN_NAMES |= {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
 _SEED: Any = EXPOSED_PARAMETERS["seed"].request_kind
 # What a request's configuration is made of. Each of its rows has a seed of its own.
 _SHARED = {name: one for name, one in EXPOSED_PARAMETERS.items() if not one.per_row}
@@ -49,7 +52,7 @@ _MAX_CONFIGS = 1024
 # The configuration of a request, its seed, its number of samples and its stop strings.
 Settings = tuple[DiffusionConfig | SamplingConfig, int, int, tuple[str, ...]]
 # Fields of a body that change no token.
-_SILENT = ("model", "user", "metadata", "store", "service_tier")
+_SILENT = ("model", "user", "safety_identifier", "prompt_cache_key", "metadata", "store", "service_tier")
 
 
 @dataclass(frozen=True)
@@ -146,19 +149,23 @@ def by_our_names(body: dict[str, Any]) -> dict[str, Any]:
     It is the same object if it has neither.
 
     Raises:
-      InputError: two names of the same parameter are present.
+      ParameterError: two names of the same parameter have different values, or ``ignore_eos`` is no boolean.
     """
     # Most lines of a batch need no change.
     if _OWN_NAMES.keys().isdisjoint(body) and None not in body.values():
         return body
     found: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for name, value in body.items():
         if value is None:
             continue
         own = _OWN_NAMES.get(name, name)
-        if own in found:
-            raise InputError(f"{name}: {own} is set twice, under different names", field=name)
+        if name == IGNORE_EOS:
+            value = early_stop(value)
+        if own in found and not (type(value) is type(found[own]) and value == found[own]):
+            raise ParameterError(own, f"is set twice, as {names[own]} and as {name}, to different values")
         found[own] = value
+        names[own] = name
     return found
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticKnownError
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
-from launch.openai.idle import Modality, ResponseType, ToolChoice, check_best_of
+from launch.openai.idle import NEUTRAL, Modality, ResponseType, ToolChoice, check_best_of
 from launch.openai.messages import MessageType, Role, is_empty
 from runtime import (
     EXPOSED_PARAMETERS,
@@ -67,9 +67,22 @@ Off = Annotated[Literal[False], BeforeValidator(_refuse_numbers)]
 
 
 class Body(BaseModel):
-    """A strict model: it converts no types, and accepts neither unknown fields nor infinite numbers."""
+    """A strict model: it converts no types, and accepts neither unknown fields nor infinite numbers.
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    A field that is null counts as absent.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        """Drop fields that are null, even unknown ones."""
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        return {name: one for name, one in value.items() if one is not None}
 
 
 class RequestBody(Body):
@@ -89,9 +102,11 @@ class StreamOptions(Body):
 
     Attributes:
       include_usage: send a last chunk with the token counts.
+      include_obfuscation: add random characters to chunks, which this server never does.
     """
 
     include_usage: bool | None = None
+    include_obfuscation: Off | None = None
 
 
 def annotation(parameter: Parameter, name: str | None = None) -> Any:
@@ -101,7 +116,7 @@ def annotation(parameter: Parameter, name: str | None = None) -> Any:
     """
     kind: Any = parameter.request_kind
     if isinstance(kind, Integer):
-        found: Any = Annotated[int, Field(ge=0 if parameter.zero_is_none else kind.low, le=kind.high)]
+        found: Any = Annotated[int, Field(ge=-1 if parameter.zero_is_none else kind.low, le=kind.high)]
         if parameter.per_row:
             found |= Annotated[list[found], Field(min_length=1, max_length=MAX_PER_ROW, fail_fast=True)]
     elif isinstance(kind, IntegerOrWord):
@@ -122,17 +137,18 @@ def annotation(parameter: Parameter, name: str | None = None) -> Any:
 
 
 def decoding_body(parameters: Iterable[Parameter]) -> type[RequestBody]:
-    """Make a model with fields for these parameters, under each of their names.
+    """Make a model with fields for these parameters, under each of their names, and for numbers without effect.
 
     A name that OpenAI's request format defines itself is left out.
     """
+    neutral: Any = {name: (Annotated[float, Field(ge=one, le=one)] | None, None) for name, one in NEUTRAL.items()}
     fields: Any = {
         name: (annotation(one, name), None)
         for one in parameters
         for name in (one.name, *one.aliases)
         if one.http is not None or name != one.http_name
     }
-    return create_model("Decoding", __base__=RequestBody, **fields)
+    return create_model("Decoding", __base__=RequestBody, **neutral, **fields)
 
 
 if TYPE_CHECKING:
@@ -142,9 +158,10 @@ else:
 
 
 class Generate(Decoding):
-    """Fields that requests for completions and chats share. A field that is null counts as absent.
+    """Fields that requests for completions and chats share.
 
     Attributes:
+      ignore_eos: vLLM's name for the opposite of ``early_stop``.
       canvas: add the texts of all new positions to chunks that show progress, with ``null`` for masked positions.
     """
 
@@ -152,12 +169,16 @@ class Generate(Decoding):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Clients often send these. Only values without an effect are accepted.
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    ignore_eos: bool | None = None
+    # Only values without an effect are accepted.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    # Ignored: it changes no token.
+    store: Off | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    # Ignored: they change no token.
     user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    metadata: Annotated[dict[Name, Name], Field(max_length=16)] | None = None
     # Specific to this server.
     canvas: bool | None = None
 
@@ -200,7 +221,7 @@ class _Piece(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_empty(cls, value: Any) -> Any:
+    def _given(cls, value: Any) -> Any:
         """Drop unknown fields that say nothing."""
         if not isinstance(value, dict):
             return value
@@ -245,10 +266,9 @@ class ChatBody(Generate):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Off | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
     modalities: Annotated[list[Modality], Field(max_length=1)] | None = None
-    metadata: Annotated[dict[Name, Name], Field(max_length=16)] | None = None
-    store: Off | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
 
 class ScoreBody(RequestBody):

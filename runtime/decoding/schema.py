@@ -29,7 +29,7 @@ class Parameter:
       help: what the parameter does, in a sentence or two.
       aliases: other names that batch lines and HTTP requests may use.
       optional: None is a valid value.
-      zero_is_none: flags and requests write 0 to mean None.
+      zero_is_none: flags and requests write 0, or -1 as for vLLM, to mean None.
       count_of: what a number stands for in a request, where 0 means True and no other number is supported; empty if
         requests write true or false.
       idle: values that have no effect, besides the default. Requirements are not checked for them.
@@ -96,12 +96,12 @@ class Parameter:
         return None if value is None and self.optional else self.kind.read(self.name, value)
 
     def from_request(self, value: Any) -> Any:
-        """Translate the value of a flag or a request: 0 may mean None or True. Other values are not checked.
+        """Translate the value of a flag or a request: 0 may mean None or True, and -1 None. Others are not checked.
 
         Raises:
           ParameterError: the value is neither a boolean nor 0, where 0 means True.
         """
-        if self.zero_is_none and type(value) is int and value == 0:
+        if self.zero_is_none and type(value) is int and value in (0, -1):
             return None
         if self.count_of and not isinstance(value, bool):
             if type(value) is not int or value != 0:

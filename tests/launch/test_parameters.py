@@ -394,8 +394,13 @@ def test_a_new_parameter_is_one_field(tmp_path: Path) -> None:
 def test_a_name_that_is_null_is_absent() -> None:
     for body in ({"max_tokens": 5, "max_completion_tokens": None}, {"max_completion_tokens": None, "max_tokens": 5}):
         assert by_our_names(body) == {"max_new_tokens": 5}
-    with pytest.raises(InputError, match="max_new_tokens is set twice"):
-        by_our_names({"max_tokens": 5, "max_completion_tokens": 5})
+    assert by_our_names({"max_tokens": 5, "max_completion_tokens": 5}) == {"max_new_tokens": 5}
+    said = "max_new_tokens is set twice, as max_tokens and as max_completion_tokens, to different values"
+    for value in (6, 5.0, True):
+        with pytest.raises(InputError, match=said) as found:
+            by_our_names({"max_tokens": 5, "max_completion_tokens": value})
+        answer = from_input_error(found.value)
+        assert (answer.message, answer.param) == (said.replace("max_new_tokens", "max_tokens"), "max_tokens")
 
 
 def test_bytes_of_tokens_that_are_a_part_of_a_character() -> None:

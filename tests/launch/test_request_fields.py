@@ -107,3 +107,77 @@ def test_empty_fields_of_a_message_are_left_out(
     assert isinstance(server, Asked), server.message
     assert by_a_batch({"messages": [message]}, defaults, tmp_path) == server
     assert json.loads(defaults.tokenizer.decode(server.tokens)) == read
+
+
+CHAT = {"messages": [USER]}
+TEXT = {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("body", "changes"),
+    [
+        # The load tests of vLLM and of guidellm.
+        (TEXT | {"repetition_penalty": 1.0, "ignore_eos": False, "min_p": 0.0, "top_k": -1}, {"early_stop": True}),
+        (
+            CHAT | {"max_tokens": 2, "max_completion_tokens": 2, "ignore_eos": True, "stop": None},
+            {"max_new_tokens": 2, "steps": 2, "early_stop": False},
+        ),
+        (TEXT | {"top_k": -1, "top_p": 1.0, "frequency_penalty": 0, "repetition_penalty": 1}, {"top_p": 1.0}),
+        (TEXT | {"max_new_tokens": 2, "max_tokens": 2}, {"max_new_tokens": 2, "steps": 2}),
+        # Fields that change no token.
+        (CHAT | {"parallel_tool_calls": False, "functions": [], "tools": [], "service_tier": "auto"}, {}),
+        (TEXT | {"metadata": {"a": "b"}, "store": False, "service_tier": "default"}, {}),
+        (TEXT | {"safety_identifier": "me", "prompt_cache_key": "k", "user": "u"}, {}),
+        (CHAT | {"safety_identifier": "me", "prompt_cache_key": "k", "metadata": {"a": "b"}}, {}),
+        (TEXT | {"reasoning_effort": None, "stream_options": None, "seed": None}, {}),
+        (CHAT | {"reasoning_effort": None, "audio": None, "temperature": None}, {}),
+    ],
+    ids=str,
+)
+def test_fields_of_other_servers_without_effect(
+    body: dict[str, Any], changes: dict[str, Any], defaults: Defaults, tmp_path: Path
+) -> None:
+    server = by_the_server(body, defaults)
+    assert isinstance(server, Asked), server.message
+    assert server.config == defaults.config.replace(**changes)
+    assert by_a_batch(body, defaults, tmp_path) == server
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"repetition_penalty": True}, "repetition_penalty"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"ignore_eos": True, "early_stop": True}, "early_stop"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"max_tokens": 5, "max_new_tokens": 6}, "max_tokens"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"functions": [{}]}, "functions"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+    ids=str,
+)
+def test_fields_of_other_servers_with_an_effect(
+    changes: dict[str, Any], param: str, defaults: Defaults, tmp_path: Path
+) -> None:
+    for body in (CHAT | changes, TEXT | changes):
+        server, batch = by_the_server(body, defaults), by_a_batch(body, defaults, tmp_path)
+        assert isinstance(server, ApiError)
+        assert server.param == param
+        assert isinstance(batch, str)
+        assert param in batch.replace("max_new_tokens", "max_tokens")
+
+
+def test_null_counts_as_absent_in_every_object() -> None:
+    """Also the option of OpenAI's streams that adds random characters is accepted where it is off."""
+    options = {"include_usage": None, "include_obfuscation": False, "other": None}
+    body = CompletionBody.model_validate(TEXT | {"stream": True, "stream_options": options, "wait": None})
+    assert body.model_dump(exclude_unset=True) == TEXT | {
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+    }
+    for wrong in ({"include_obfuscation": True}, {"include_obfuscation": 0}, {"other": False}):
+        with pytest.raises(ValidationError):
+            CompletionBody.model_validate(TEXT | {"stream": True, "stream_options": wrong})
