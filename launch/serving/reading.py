@@ -110,8 +110,7 @@ class Reader:
             seed = changes.pop("seed", secrets.randbits(_SEED_BITS))
             prompts = _several(changes["prompt"]) if "prompt" in changes else [None]
             samples = changes.get("num_return_sequences", self._defaults.samples)
-            if len(prompts) * samples > self._limits.rows:
-                raise invalid(f"n: {len(prompts) * samples} completions; at most {self._limits.rows} per request", "n")
+            self._check_number(len(prompts), samples, "num_return_sequences" in changes)
             asked = []
             for prompt in prompts:
                 own = changes if prompt is None else changes | {"prompt": prompt}
@@ -131,6 +130,17 @@ class Reader:
             for sample in range(samples)
         ]
         return Reading(asked, rows, pool)
+
+    def _check_number(self, prompts: int, samples: int, asked: bool) -> None:
+        """Check the number of completions. ``asked`` says whether the request sets the number per prompt.
+
+        Raises:
+          ApiError: there are too many.
+        """
+        rows, most = prompts * samples, self._limits.rows
+        if rows > most:
+            field = "n" if asked and prompts <= most else "prompt"
+            raise invalid(f"{field}: {rows} completions; at most {most} per request", field)
 
     def scoring(self, body: ScoreBody) -> tuple[list[list[int]], list[ScorePass]]:
         """Return the rows of a scoring request as token ids, and the forward passes that score them.

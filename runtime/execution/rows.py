@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runtime.decoding.block_schedule import canvas_length
-from runtime.decoding.kinds import Choice, Integer
+from runtime.decoding.kinds import Choice, Integer, ParameterError
 from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig, one_step_per_token
 from runtime.decoding.schema import declared_parameters
 from runtime.execution.left_padding import Rows, read_rows
@@ -237,10 +237,7 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
         )
     inside = np.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
     if request.max_new_tokens == 0 and not ((rows.tokens == config.mask_token_id) & inside).any():
-        raise InputError(
-            "max_new_tokens is 0 and no prompt contains the mask token: there is nothing to fill",
-            field="max_new_tokens",
-        )
+        raise ParameterError("max_new_tokens", "is 0 and no prompt contains the mask token: there is nothing to fill")
     if config.family.variable_length:
         _check_window(rows, config, request.max_new_tokens)
 
@@ -292,7 +289,7 @@ def _check_window(rows: Rows, config: ModelConfig, limit: int) -> None:
         masks = int((tokens == config.mask_token_id).sum())
         if masks > limit or (limit == 0 and masks == 0):
             raise InputError(
-                f"row {row}: the prompt has {masks} masks; max_new_tokens, the limit of what fills them, is {limit}",
+                f"row {row}: the prompt has {masks} masks; the limit of what fills them, the new tokens, is {limit}",
                 field="max_new_tokens",
             )
         if masks == 0 and config.expand_token_id in tokens:

@@ -251,7 +251,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "logprobs": 3}, 400, "logprobs"),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 0.1}, 400, "presence_penalty"),
     ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
-    ("/v1/completions", {"prompt": "x", "n": 33}, 400, "at most 32 per request"),
+    ("/v1/completions", {"prompt": "x", "n": 33}, 400, "n: 33 completions; at most 32 per request"),
+    ("/v1/completions", {"prompt": ["x"] * 33}, 400, "prompt: 33 completions; at most 32 per request"),
+    ("/v1/completions", {"prompt": ["x"] * 33, "n": 1}, 400, "prompt: 33 completions; at most 32 per request"),
+    ("/v1/completions", {"prompt": ["x"] * 17, "n": 2}, 400, "n: 34 completions; at most 32 per request"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0 and no prompt contains the mask"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 1, "max_new_tokens": 2}, 400, "max_tokens is set twice, as max_"),
     ("/v1/completions", {"prompt": "x", "n": "2"}, 400, "n: "),
     ("/v1/completions", {"prompt": "x", "max_tokens": 500}, 400, "has room for 128"),
     ("/v1/completions", {"prompt": "word " * 20000}, 400, "too long"),
@@ -388,6 +393,10 @@ def test_about_the_server(there: Served) -> None:
     assert there.get("/health").json()["status"] == "ready"
     assert there.get("/version").json() == {"version": "1.2.3"}
     assert there.get("/openapi.json").json() == Application("1.2.3").openapi()
+    # Pages of another origin cannot use the server: there is no CORS.
+    asked = httpx.options(f"{there.url}/v1/completions", headers={"origin": "http://localhost:1"}, timeout=PATIENCE)
+    assert asked.status_code == 405
+    assert not [name for name in asked.headers if name.startswith("access-control")]
     before = there.metric("request_success_total")
     assert there.post("/v1/completions", {"prompt": "def f(x):", "max_tokens": 4}).status_code == 200
     wait_for(lambda: there.metric("request_success_total") == before + 1)

@@ -262,7 +262,7 @@ def test_its_own_settings_are_for_it_alone(changes: dict[str, Any]) -> None:
 ROWS: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "more masks than the limit": (
         lambda engine: engine.generate_tokens([[1, MASK, MASK, MASK]], None, PLAIN.replace(max_new_tokens=2)),
-        "row 0: the prompt has 3 masks; max_new_tokens, the limit of what fills them, is 2",
+        "row 0: the prompt has 3 masks; the limit of what fills them, the new tokens, is 2",
     ),
     "nothing to fill": (
         lambda engine: engine.generate_tokens([[1, 2]], None, PLAIN.replace(max_new_tokens=0)),
