@@ -111,7 +111,7 @@ class Engine(TokenEngine):
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config), verify) or config.dtype
         fitting: dict[str, Any] = {"stored": stored, "quantize": kept_quantization(folder, quantize)}
-        fitting |= {"rows": min(rows, max_batch or rows), "draft": draft_model(drafting, quantize)}
+        fitting |= {"rows": min(rows, max(max_batch or rows, 1)), "draft": draft_model(drafting, quantize)}
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, **fitting)
         check_attention(layout, attention, dtype)
         kept: dict[str, Any] = {"attention": attention, "kv_cache": kv_cache}

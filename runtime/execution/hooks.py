@@ -81,10 +81,13 @@ class HookedSteps:
         canvas = np.asarray(slots.whole()[1].canvas)
         if changed is not None:
             changed = _checked("tokens_hook", changed, self._rows.padding.shape)
-            canvas = canvas.copy()
-            canvas[:count] = start_align(changed, self._rows.lengths, canvas[:count])
-            if canvas.min() < 0 or canvas.max() >= self._runner.layout.config.vocab_size:
+            if changed.dtype.kind not in "iu":
+                raise InputError(f"tokens_hook returned values of type {changed.dtype}; expected integers")
+            # In the hook's own type, which may hold ids that a canvas would cut off.
+            wide = start_align(changed, self._rows.lengths, canvas[:count].astype(changed.dtype))
+            if wide.min() < 0 or wide.max() >= self._runner.layout.config.vocab_size:
                 raise InputError("tokens_hook returned token ids outside the vocabulary")
+            canvas = np.concatenate([wide.astype(canvas.dtype), canvas[count:]])
         slots.restart(canvas, step)
 
     def _step_with_logits(self, step: int, logits_hook: LogitsHook) -> np.ndarray:

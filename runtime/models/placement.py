@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from runtime.models.declarations import ModelLayout
 from runtime.models.leaves import WeightLeaf
@@ -26,8 +27,8 @@ def place_weights(layout: ModelLayout, weights: Any, dtype: Any) -> Any:
       dtype: dtype of weights that are not quantized.
 
     Raises:
-      InputError: the tree has another structure, or an array has another shape or kind of dtype. Nothing has been
-        placed in that case.
+      InputError: the tree has another structure, or a leaf is no array, or has another shape or kind of dtype. Nothing
+        has been placed in that case.
     """
     try:
         have = layout.named(weights)
@@ -66,6 +67,10 @@ def _check(name: str, new: Any, old: jax.ShapeDtypeStruct) -> None:
     dtype, shape = getattr(new, "dtype", None), getattr(new, "shape", None)
     if dtype is None or shape is None:
         raise InputError(f"weights: {name} is {type(new).__name__}; expected {old.dtype} {list(old.shape)}")
+    if not isinstance(dtype, np.dtype):  # such as a tensor of torch
+        raise InputError(
+            f"weights: {name} is {type(new).__module__}.{type(new).__name__}; expected an array of NumPy or JAX"
+        )
     is_cast = all(jnp.issubdtype(one, jnp.floating) for one in (dtype, old.dtype))
     if shape != old.shape or not (is_cast or dtype == old.dtype):
         raise InputError(f"weights: {name} is {dtype} {list(shape)}; expected {old.dtype} {list(old.shape)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from runtime.models.families import model_layout
 from runtime.planner.candidates import candidate_meshes
 from runtime.planner.estimate import estimate_workload, out_of_memory
 from runtime.planner.workload import Workload
-from sharding.errors import MeshError
+from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Chip, Topology
 
@@ -71,7 +72,11 @@ def default_mesh(
 
     Raises:
       MeshError: no mesh uses all devices, and they belong to several hosts, each of which takes part.
+      InputError: ``rows`` is not a positive integer.
     """
+    given: Any = rows
+    if not isinstance(given, numbers.Integral) or given < 1:
+        raise InputError(f"rows is {rows!r}; expected an integer of at least 1", field="rows")
 
     def slots(data: int) -> int:
         return min(rows, DEFAULT_SLOTS * data)
@@ -120,11 +125,15 @@ def choose_layout(
       The layout, the dtype, and one sentence about each decision that was made for the caller.
 
     Raises:
-      MeshError: the model cannot be divided over the mesh, or its weights do not fit; or no mesh can be chosen.
+      MeshError: the model cannot be divided over the mesh, or its weights do not fit; there are no devices; or no mesh
+        can be chosen.
+      InputError: a mesh is to be chosen, and ``rows`` is not a positive integer.
     """
     # The layout is made here if it can be, because that checks the mesh before a device is touched.
     known = None if spec is None or spec.tensor == -1 else model_layout(config, spec, quantization=quantize)
     found = list(jax.devices() if devices is None else devices)
+    if not found:
+        raise MeshError("devices is empty; expected at least one device, or None for all")
     platform, notes = found[0].platform, []
     if dtype is None:
         dtype = "float32" if platform == "cpu" else stored

@@ -375,7 +375,7 @@ def encode_prompts(
       CheckpointError: ``chat`` is set, but the checkpoint has no chat template.
     """
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    if not prompts or not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
+    if not isinstance(prompts, Sequence) or not prompts or not all(isinstance(text, str) for text in prompts):
         raise InputError("prompts: expected a string, or a non-empty list of strings")
     if broken := [number for number, text in enumerate(prompts) if _LONE_SURROGATE.search(text)]:
         raise InputError(f"prompt {broken[0]} is not valid UTF-8", field="prompt")
@@ -383,8 +383,14 @@ def encode_prompts(
     empty = [number for number, tokens in enumerate(encoded) if not tokens]
     if empty:
         raise InputError(f"prompt {empty[0]} is empty; expected at least one token")
-    suffixes = [suffixes] if isinstance(suffixes, str) else suffixes or [""] * len(prompts)
-    if len(suffixes) != len(prompts) or not all(isinstance(text, str) for text in suffixes):
+    suffixes = [suffixes] if isinstance(suffixes, str) else suffixes
+    if suffixes is None or (isinstance(suffixes, Sequence) and not suffixes):
+        suffixes = [""] * len(prompts)
+    if (
+        not isinstance(suffixes, Sequence)
+        or len(suffixes) != len(prompts)
+        or not all(isinstance(text, str) for text in suffixes)
+    ):
         raise InputError(f"suffixes: expected a string for each of the {len(prompts)} prompts", field="suffix")
     if broken := [number for number, text in enumerate(suffixes) if _LONE_SURROGATE.search(text)]:
         raise InputError(f"suffix {broken[0]} is not valid UTF-8", field="suffix")

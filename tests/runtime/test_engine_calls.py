@@ -295,6 +295,11 @@ def test_a_canvas_of_whole_blocks_fits_the_model() -> None:
 
 def test_hooks_that_return_nonsense() -> None:
     engine = golden_cases.engine()
+    for kind in ("float32", "bool"):
+        with pytest.raises(InputError, match=f"tokens_hook returned values of type {kind}; expected integers"):
+            engine.generate_tokens(*rows(), GREEDY, tokens_hook=lambda _, canvas, __, as_=kind: canvas.astype(as_))
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        engine.generate_tokens(*rows(), GREEDY, tokens_hook=lambda _, canvas, __: canvas.astype(np.int64) + 2**32)
     with pytest.raises(InputError, match=r"tokens_hook returned \[1, 2\]; expected \[3, 32\]"):
         engine.generate_tokens(*rows(), GREEDY, tokens_hook=lambda *_: np.zeros((1, 2), int))
     with pytest.raises(InputError, match="outside the vocabulary"):
@@ -362,11 +367,15 @@ def test_a_text_is_a_list_of_one(demo: Engine) -> None:
         ([], "prompts: expected a string, or a non-empty list of strings"),
         ([7], "prompts: expected"),
         (not_text, "prompts: expected"),
+        (np.array(texts), "prompts: expected"),
         ("", "prompt 0 is empty"),
         (["x", "\ud800"], "prompt 1 is not valid UTF-8"),
     ]:
         with pytest.raises(InputError, match=why):
             demo.generate(wrong, config)
+    several: Any = np.array(texts)
+    with pytest.raises(InputError, match="suffixes: expected a string for each of the 2 prompts"):
+        demo.generate(texts, config, suffixes=several)
 
 
 def test_stop_strings_of_any_kind(demo: Engine) -> None:

@@ -408,6 +408,10 @@ def test_weights_are_replaced_without_compiling(folders: dict[str, Path], tmp_pa
         "36 more arrays": (*old.layers, *old.layers),
         "a Qwen2Weights pytree with a tuple of layers": jax.tree.map(lambda *layers: np.stack(layers), *old.layers),
         "pytree with a tuple of layers": others,
+        r"layers\.0\.q_proj is torch\.Tensor; expected an array of NumPy or JAX": (
+            first.replace(q_proj=torch.tensor(np.asarray(first.q_proj))),
+            *others,
+        ),
     }
     for message, layers in wrong.items():
         with pytest.raises(InputError, match=message):

@@ -14,7 +14,7 @@ from runtime.models.families import model_layout, parse_config
 from runtime.planner import default
 from runtime.planner.default import choose_layout, default_mesh
 from runtime.planner.presets import preset
-from sharding.errors import MeshError
+from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec, arrange_devices
 from sharding.topology import parse_topology, places
 from sharding.validate import check_mesh
@@ -77,3 +77,15 @@ def test_a_mesh_that_cannot_work_touches_no_device(monkeypatch: pytest.MonkeyPat
     config = parse_config(open_folder(str(DEMO)).config)
     with pytest.raises(MeshError, match="cannot be divided over mesh"):
         choose_layout(config, MeshSpec.parse("data=-1,tensor=7"), None, None)
+
+
+def test_no_devices_and_no_rows() -> None:
+    config = parse_config(open_folder(str(DEMO)).config)
+    for spec in (None, MeshSpec(), MeshSpec.parse("tensor=-1")):
+        with pytest.raises(MeshError, match="devices is empty; expected at least one device, or None for all"):
+            choose_layout(config, spec, [], None)
+    wrong: Any
+    for wrong in (0, -3, 2.5, "2"):
+        with pytest.raises(InputError, match=f"rows is {wrong!r}; expected an integer of at least 1") as found:
+            choose_layout(config, None, jax.devices()[:1], None, rows=wrong)
+        assert found.value.field == "rows"
