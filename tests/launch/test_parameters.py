@@ -391,6 +391,14 @@ def test_a_new_parameter_is_one_field(tmp_path: Path) -> None:
     assert found["body error"]["message"] == "patience: Input should be less than or equal to 9"
 
 
+def test_no_top_k_as_vllm_writes_it() -> None:
+    for value in (0, -1):
+        assert of_flags(f"--top_k={value}").top_k is None
+        assert read_config({"top_k": value}, defaults("--top_k=5")).top_k is None
+    with pytest.raises(InputError, match="--top_k is -2; expected an integer from 1"):
+        of_flags("--top_k=-2")
+
+
 def test_a_name_that_is_null_is_absent() -> None:
     for body in ({"max_tokens": 5, "max_completion_tokens": None}, {"max_completion_tokens": None, "max_tokens": 5}):
         assert by_our_names(body) == {"max_new_tokens": 5}
