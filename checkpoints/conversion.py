@@ -252,8 +252,8 @@ def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str
 
 def _name_changes(source: CheckpointFolder) -> dict[str, str]:
     """Return the change to ``config.json`` that keeps the source's names, if published settings are chosen by them."""
-    family, own = find_family(source.config), str(source.config.get("_name_or_path", ""))
-    if family.published_settings(source.model_names) == family.published_settings(own):
+    family = find_family(source.config)
+    if family.published_settings(source.model_names) == family.published_settings(source.configured_name):
         return {}
     return {"_name_or_path": source.model_names}
 

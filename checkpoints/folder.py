@@ -228,9 +228,14 @@ class CheckpointFolder:
         in ``config.json``. Names of folders above say nothing about the model, except in the Hub's cache.
         """
         typed = Path(os.path.abspath(Path(self.name).expanduser()))
+        names = (_model_name(typed), _model_name(typed.resolve()), self.configured_name)
+        return " ".join(dict.fromkeys(filter(None, names)))
+
+    @property
+    def configured_name(self) -> str:
+        """The last part of the model's name in ``config.json``; empty if it has none."""
         stored = self.config.get("_name_or_path")
-        named = [Path(stored)] if isinstance(stored, str) else []
-        return " ".join(dict.fromkeys(filter(None, map(_model_name, (typed, typed.resolve(), *named)))))
+        return _model_name(Path(stored)) if isinstance(stored, str) else ""
 
     @property
     def quantization(self) -> str:

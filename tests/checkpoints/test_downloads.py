@@ -138,6 +138,12 @@ def test_a_conversion_keeps_the_name_by_which_settings_are_chosen(source: Path, 
         assert published["temperature"] == 0.4
         assert opened.config == open_folder(named).config | {"_name_or_path": named.name}
     assert open_folder(to_canonical(source, tmp_path / "plain")).config == open_folder(source).config
+    # A folder above the recorded name says nothing, so the folder's own name has to be kept.
+    file = named / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_name_or_path": "/cpgrpo/base"}))
+    kept = open_folder(to_canonical(named, tmp_path / "renamed"))
+    assert find_family(kept.config).published_settings(kept.model_names)["temperature"] == 0.4
+    file.write_bytes((source / "config.json").read_bytes())
     to_huggingface(named, tmp_path / "exported")
     assert open_folder(tmp_path / "exported").config == open_folder(named).config | {"_name_or_path": named.name}
 
