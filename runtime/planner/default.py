@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
+from runtime.decoding.kinds import Integer
 from runtime.execution.draft_models import DraftModel
 from runtime.execution.offline import DEFAULT_SLOTS
 from runtime.execution.runner import check_memory, smallest_memory
@@ -18,12 +18,14 @@ from runtime.models.families import model_layout
 from runtime.planner.candidates import candidate_meshes
 from runtime.planner.estimate import estimate_workload, out_of_memory
 from runtime.planner.workload import Workload
-from sharding.errors import InputError, MeshError
+from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Chip, Topology
 
 # Prompt tokens and new tokens per row that a default mesh is chosen for, because the prompts are not known yet.
 _PROMPT, _NEW_TOKENS = 256, 256
+# More than any caller has. A mesh runs fewer at a time.
+_MAX_ROWS = (1 << 31) - 1
 
 # Stands in for a chip that is not in CHIPS. Only the ratios of its rates matter for ranking meshes.
 _UNKNOWN = Chip("unknown", "gpu", "unknown", 0, 0, 0, 1e12, 2e14, 4e14, 5e10, 1e10, 1 << 20, 0)
@@ -72,11 +74,9 @@ def default_mesh(
 
     Raises:
       MeshError: no mesh uses all devices, and they belong to several hosts, each of which takes part.
-      InputError: ``rows`` is not a positive integer.
+      InputError: ``rows`` is not an integer from 1 to 2^31 - 1.
     """
-    given: Any = rows
-    if not isinstance(given, numbers.Integral) or given < 1:
-        raise InputError(f"rows is {rows!r}; expected an integer of at least 1", field="rows")
+    Integer(1, _MAX_ROWS).read("rows", rows)
 
     def slots(data: int) -> int:
         return min(rows, DEFAULT_SLOTS * data)
@@ -127,7 +127,7 @@ def choose_layout(
     Raises:
       MeshError: the model cannot be divided over the mesh, or its weights do not fit; there are no devices; or no mesh
         can be chosen.
-      InputError: a mesh is to be chosen, and ``rows`` is not a positive integer.
+      InputError: a mesh is to be chosen, and ``rows`` is not an integer from 1 to 2^31 - 1.
     """
     # The layout is made here if it can be, because that checks the mesh before a device is touched.
     known = None if spec is None or spec.tensor == -1 else model_layout(config, spec, quantization=quantize)

@@ -189,7 +189,7 @@ class CompletionBuilder:
         samples, given = len(result.sequences) // len(prompts), unpadded_rows(ids, mask)
         kept = None if result.log_probabilities is None else unpadded_rows(result.log_probabilities, mask)
         found = []
-        steps = unpadded_rows(result.commit_steps, mask)
+        steps = unpadded_rows(result.commit_steps, mask) if interrupted else []
         for row, sequence in enumerate(unpadded_rows(result.sequences, mask)):
             source = row // samples
             if interrupted:
