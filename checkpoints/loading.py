@@ -29,6 +29,7 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.families import parse_config
 from runtime.models.leaves import WeightLeaf
 from runtime.models.quantization import QUANTIZATIONS
+from sharding.settings import own_settings
 
 # An object store takes a while to answer a read, so a host reads this many tensors from it at a time, as long as they
 # take no more than this many bytes.
@@ -349,6 +350,7 @@ class LoadedBytes:
     stored_dtype: str | None
 
 
+@own_settings()
 def load_weights(
     folder: CheckpointFolder,
     layout: ModelLayout,

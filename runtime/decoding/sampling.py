@@ -180,7 +180,7 @@ def position_keys(seeds: Array, step: Array, stream: int, positions: Array) -> A
     """
 
     def key(seed: Array, step: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), step), stream)
+        return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step), stream)
 
     # One key per row, or one per position.
     seeds = seeds.reshape(len(seeds), -1, 2)

@@ -29,7 +29,7 @@ class Parameter:
       help: what the parameter does, in a sentence or two.
       aliases: other names that batch lines and HTTP requests may use.
       optional: None is a valid value.
-      zero_is_none: flags and requests write 0, or -1 as for vLLM, to mean None.
+      zero_is_none: 0, or -1 as for vLLM, means None.
       count_of: what a number stands for in a request, where 0 means True and no other number is supported; empty if
         requests write true or false.
       idle: values that have no effect, besides the default. Requirements are not checked for them.
@@ -93,6 +93,8 @@ class Parameter:
         Raises:
           ParameterError: the value has the wrong type, or is out of bounds.
         """
+        if self.zero_is_none:
+            value = self.from_request(value)
         return None if value is None and self.optional else self.kind.read(self.name, value)
 
     def from_request(self, value: Any) -> Any:

@@ -100,7 +100,7 @@ class HookedSteps:
         changed = logits_hook(step, self._canvas(), logits)
         if changed is not None:
             logits = _checked("logits_hook", changed, logits.shape).astype(np.float32)
-        own[:count] = start_align(logits, rows.lengths, own[:count])
+            own[:count] = start_align(logits, rows.lengths, own[:count])
         padding = layout.padded_vocab - own.shape[-1]
         padded = np.pad(own, ((0, 0), (0, 0), (0, padding)), constant_values=-np.inf)
         request = replace(slots.request, step_limit=put(np.int32(step + 1), layout.replicated))

@@ -36,6 +36,7 @@ from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import hidden_states, project_logits
+from sharding.settings import own_settings
 
 Array = jax.Array
 Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
@@ -409,6 +410,7 @@ class ProgramCache:
             raise
         return program.result()
 
+    @own_settings()
     def _compile(
         self,
         key: Hashable,

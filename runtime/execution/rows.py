@@ -59,7 +59,7 @@ def row_seeds(seed: int | Sequence[int], rows: int, samples: int = 1) -> list[in
 
 def seed_words(seeds: Sequence[int]) -> np.ndarray:
     """Convert seeds to PRNG key data, uint32 ``[B, 2]``, high word first."""
-    return np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32).reshape(-1, 2)
+    return np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in map(int, seeds)], np.uint32).reshape(-1, 2)
 
 
 def stop_rows(tokens: Sequence[int], batch: int) -> np.ndarray:
@@ -119,6 +119,18 @@ def default_steps(model: ModelConfig, new_tokens: int, block_length: int | None 
     block = block_length or model.attention_block_length
     whole = model.family.schedule == "even_block" or (model.family.schedule == "even" and new_tokens > block)
     return one_step_per_token(new_tokens, block if whole else 0)
+
+
+def with_steps_for_masks(
+    config: DiffusionConfig | SamplingConfig, model: ModelConfig, masks: int
+) -> DiffusionConfig | SamplingConfig:
+    """Return a configuration with a step for each new token, and for each of ``masks`` masks in the prompt.
+
+    Without steps of their own, these would be filled many at a time: with ``max_new_tokens=0`` all in one pass.
+    """
+    if not masks or isinstance(config, SamplingConfig) or config.variable_length:
+        return config
+    return config.replace(steps=default_steps(model, config.max_new_tokens + masks, config.block_length))
 
 
 def published_config(model: ModelConfig, checkpoint_name: str, **overrides: Any) -> DiffusionConfig | SamplingConfig:

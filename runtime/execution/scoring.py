@@ -22,6 +22,7 @@ from runtime.execution.runner import Runner
 from runtime.models.forward import Forward
 from runtime.models.masks import MAX_BLOCK_LENGTH
 from sharding.errors import InputError, NonFiniteError
+from sharding.settings import own_settings
 
 
 def pad_rows(rows: Rows, batch: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
@@ -42,6 +43,7 @@ def check_length(runner: Runner, rows: Rows) -> None:
         raise InputError(f"a row has {width} positions; the model allows {limit}")
 
 
+@own_settings()
 def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray, block_length: int = 0) -> np.ndarray:
     """Compute the logits float32 ``[B, S, V]`` of padded rows (see :func:`pad_rows`), and copy them to the host.
 

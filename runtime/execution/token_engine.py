@@ -108,13 +108,14 @@ class TokenEngine:
         Args:
           source: a checkpoint of the same model, as for :meth:`load`, or a pytree of arrays like :attr:`weights`. Its
             arrays may be on any device or on the host, in any floating-point dtype; they are moved, cast and quantized.
+            Arrays of JAX that need none of this are shared: do not donate or delete them while the engine has them.
           verify, offline, progress: see :meth:`load`.
 
         Raises:
           InputError, CheckpointError: the source does not match this model. The old weights stay in use.
         """
         if not isinstance(source, (str, Path, CheckpointFolder)):
-            self.runner.weights = place_weights(self.layout, source, self.dtype)
+            self.runner.weights, self.loaded = place_weights(self.layout, source, self.dtype), None
             return
         check_options(verify=verify)
         folder = open_folder(source, offline=offline)

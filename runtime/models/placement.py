@@ -12,13 +12,15 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.leaves import WeightLeaf
 from runtime.models.quantization import Quantized
 from sharding.errors import InputError
+from sharding.settings import own_settings
 
 
+@own_settings()
 def place_weights(layout: ModelLayout, weights: Any, dtype: Any) -> Any:
     """Place a tree of arrays onto a layout's mesh as the model's weights.
 
     Floating-point arrays are cast to ``dtype``, and quantized if the layout is quantized. Arrays that already have the
-    right dtype and sharding are used without a copy.
+    right dtype and sharding are used without a copy. Arrays of NumPy are copied, so that the caller may change them.
 
     Args:
       layout: the model on its mesh.
@@ -77,4 +79,7 @@ def _check(name: str, new: Any, old: jax.ShapeDtypeStruct) -> None:
 
 
 def _put(new: Any, old: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(new if new.dtype == old.dtype else new.astype(old.dtype), old.sharding)
+    if isinstance(new, jax.Array):
+        return jax.device_put(new if new.dtype == old.dtype else new.astype(old.dtype), old.sharding)
+    # A copy, because a CPU device may use the host's buffer, and other devices read it later.
+    return jax.device_put(np.array(new, old.dtype, order="C"), old.sharding)

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from runtime.models.declarations import ModelLayout
+from sharding.settings import own_settings
 
 
+@own_settings()
 def random_weights(layout: ModelLayout, seed: int, dtype: Any, scale: float = 0.02) -> Any:
     """Create random weights that are the same on every mesh.
 
@@ -22,7 +24,7 @@ def random_weights(layout: ModelLayout, seed: int, dtype: Any, scale: float = 0.
     """
     made = {}
     for leaf in layout.leaves:
-        key = jax.random.fold_in(jax.random.key(seed), leaf.number)
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), leaf.number)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.array(leaf.layers or (0,)))
         make = _maker(leaf.shape, leaf.padded_shape, leaf.initializer, dtype, layout.sharding(*leaf.axes))
         made[leaf.name] = layout.quantizer(leaf)(make(keys if leaf.is_stacked else keys[0], scale))

@@ -81,7 +81,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "top_p above 1": ({"top_p": 1.5}, r"top_p is 1\.5"),
     "top_p below 0": ({"top_p": -0.5}, r"top_p is -0\.5"),
     "top_p not a number": ({"top_p": float("nan")}, "top_p is nan"),
-    "top_k of 0": ({"top_k": 0}, "top_k is 0"),
+    "top_k of -2": ({"top_k": -2}, "top_k is -2"),
     "top_k as a float": ({"top_k": 5.0}, r"top_k is 5\.0"),
     "top_k as a bool": ({"top_k": True}, "top_k is True"),
     "a negative alg_temp": ({"alg_temp": -1.0}, r"alg_temp is -1\.0"),

@@ -223,3 +223,9 @@ def test_slots_are_compiled_for_general_values() -> None:
         assert generalized(config) == config.replace(**general, **positions)
         assert can_run(generalized(config), config)
         assert can_run(config, generalized(config))
+
+
+@pytest.mark.parametrize("config", [DiffusionConfig, SamplingConfig])
+def test_top_k_of_zero_keeps_all(config: type[DiffusionConfig | SamplingConfig]) -> None:
+    assert config(top_k=0).top_k is config(top_k=-1).top_k is None
+    assert config(top_k=1).replace(top_k=0) == config()
