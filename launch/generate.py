@@ -32,23 +32,13 @@ from launch.flags.model import (
     read_mesh,
     read_tokenizer,
 )
-from launch.flags.prompts import define_prompt_flags, read_prompts
+from launch.flags.prompts import define_prompt_flags, encode_request, read_prompts
 from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
 from launch.process.path_flags import define_path
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.process.startup import define_device_flags, is_main_process, run_launcher, say, start_devices, this_host
-from runtime import (
-    CompletionBuilder,
-    DiffusionConfig,
-    check_request,
-    encode_prompts,
-    end_tokens,
-    read_rows,
-    read_stop,
-    row_seeds,
-    unpadded_rows,
-)
+from runtime import CompletionBuilder, DiffusionConfig, end_tokens, row_seeds
 
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = (
@@ -93,9 +83,7 @@ def main(values: flags.FlagValues) -> None:
     config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
     check_display(values, folder.name, config)
     prompts = read_prompts(values)
-    ids, mask, suffixes = encode_prompts(tokenizer, prompts, model, suffixes=values.suffix, chat=values.chat)
-    check_request(read_rows(ids, mask, model, suffixes), model, config)
-    read_stop(values.stop, model, unpadded_rows(ids, mask))
+    ids, mask, suffixes, config = encode_request(values, folder, model, tokenizer, prompts, config)
     seeds = row_seeds(config.seed, len(prompts), values.num_return_sequences)
 
     # The tokens, because hosts may render a chat at another time.

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         row_seed,
         row_seeds,
         with_model_blocks,
+        with_steps_for_masks,
     )
     from runtime.execution.runner import weight_bytes
     from runtime.execution.scheduler import Scheduler
@@ -214,6 +215,7 @@ __all__ = [
     "uses_cache",
     "weight_bytes",
     "with_model_blocks",
+    "with_steps_for_masks",
 ]
 
 _HOMES = {
@@ -307,6 +309,7 @@ _HOMES = {
     "declared_parameters": "runtime.decoding.schema",
     "default_mesh": "runtime.planner.default",
     "default_steps": "runtime.execution.rows",
+    "with_steps_for_masks": "runtime.execution.rows",
     "draft_model": "runtime.text.draft_checkpoint",
     "dependents": "runtime.decoding.schema",
     "encode_prompts": "runtime.text.tokenizer",

@@ -1,16 +1,32 @@
-"""Prompts from ``--prompt``, ``--prompt_file`` or standard input."""
+"""Prompts from ``--prompt``, ``--prompt_file`` or standard input, and their tokens."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 from absl import flags
 
+from checkpoints import CheckpointFolder
+from launch.flags.decoding import steps_follow_tokens
 from launch.process.path_flags import define_paths
 from launch.process.startup import is_main_process, this_host
-from runtime import InputError
+from runtime import (
+    DiffusionConfig,
+    InputError,
+    ModelConfig,
+    SamplingConfig,
+    TextTokenizer,
+    check_request,
+    encode_prompts,
+    read_rows,
+    read_stop,
+    unpadded_rows,
+    with_steps_for_masks,
+)
 
 MAX_PROMPT_BYTES = 16 << 20
 
@@ -46,6 +62,33 @@ def read_prompts(values: flags.FlagValues) -> list[str]:
             "a prompt is empty or missing; give --prompt='def fibonacci(n):', --prompt_file or standard input"
         )
     return prompts
+
+
+def encode_request(
+    values: flags.FlagValues,
+    folder: CheckpointFolder,
+    model: ModelConfig,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str],
+    config: DiffusionConfig | SamplingConfig,
+) -> tuple[np.ndarray, np.ndarray, Sequence[Sequence[int]], DiffusionConfig | SamplingConfig]:
+    """Tokenize the prompts with their suffixes, and check that the model can run them.
+
+    Returns:
+      Token ids and attention mask int32 ``[B, S]``, the tokens of the suffixes, and the configuration: where nothing
+      sets its steps, they count the masks in the prompts too, those of the prompt with the most.
+
+    Raises:
+      InputError: a prompt is too long, or the model cannot run it with this configuration.
+    """
+    ids, mask, suffixes = encode_prompts(tokenizer, prompts, model, suffixes=values.suffix, chat=values.chat)
+    rows = unpadded_rows(ids, mask)
+    if steps_follow_tokens(values, folder, model.family):
+        masks = max(int((row == model.mask_token_id).sum()) for row in rows)
+        config = with_steps_for_masks(config, model, masks)
+    check_request(read_rows(ids, mask, model, suffixes), model, config)
+    read_stop(values.stop, model, rows)
+    return ids, mask, suffixes, config
 
 
 def read_standard_input() -> str:

@@ -32,6 +32,7 @@ from runtime import (
     place_suffix,
     read_stop,
     with_model_blocks,
+    with_steps_for_masks,
 )
 
 MAX_STOPS, MAX_STOP = 16, 1024
@@ -202,6 +203,7 @@ class Draft:
       prompt: a text, token ids, or the messages of a chat.
       suffix: the text that follows the completion, empty for none.
       config, seed, samples, stop: as in :class:`Asked`.
+      one_step_per_token: whether nothing sets ``steps``; then the prompt's masks count too, when they are known.
     """
 
     prompt: str | list[int] | list[dict[str, str]]
@@ -210,6 +212,7 @@ class Draft:
     seed: int
     samples: int
     stop: tuple[str, ...]
+    one_step_per_token: bool
 
     @property
     def has_tokens(self) -> bool:
@@ -236,7 +239,7 @@ def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
     """
     settings = defaults.settings if fields.keys() <= _TEXTS else _settings(fields, defaults)
     suffix = _suffix(fields["suffix"], defaults) if "suffix" in fields else ""
-    return Draft(_prompt(fields, defaults), suffix, *settings)
+    return Draft(_prompt(fields, defaults), suffix, *settings, defaults.steps_follow_tokens and "steps" not in fields)
 
 
 def _settings(fields: Mapping[str, Any], defaults: Defaults) -> Settings:
@@ -313,12 +316,15 @@ def finish(
     field = "prompt" if isinstance(draft.prompt, str) or draft.has_tokens else "messages"
     for ids in (tokens, suffix):
         check_ids(ids, defaults.model, field)
-    check_row(tokens, suffix, defaults.model, draft.config)
+    config = draft.config
+    if draft.one_step_per_token:
+        config = with_steps_for_masks(config, defaults.model, tokens.count(defaults.model.mask_token_id))
+    check_row(tokens, suffix, defaults.model, config)
     read_stop(draft.stop, defaults.model, [tokens])
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:
         prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)
-    return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop, chat
+    return prompt, tokens, suffix, config, draft.seed, draft.samples, draft.stop, chat
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:

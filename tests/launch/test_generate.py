@@ -117,6 +117,10 @@ def test_masks_in_a_prompt_are_filled(capsys: pytest.CaptureFixture[str]) -> Non
     assert line["masks_left"] == 0
     assert line["filled_prompt"].startswith("def add(a, b):\n    return a")
     assert "<|mask|>" not in line["filled_prompt"]
+    # By default there is a step for each mask. Of three, Dream's first commits nothing, and its last two tokens.
+    for given, passes in (((), 2), (("--steps=1",), 1)):
+        launch("--json", "--prompt=def add(a, b):\n    return a<|mask|><|mask|><|mask|>", "--max_new_tokens=0", *given)
+        assert json.loads(capsys.readouterr().out)["stats"]["forwards"] == passes
 
 
 def test_the_text_before_a_suffix_is_filled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

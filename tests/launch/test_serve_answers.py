@@ -190,6 +190,13 @@ def test_infilling(there: Served) -> None:
     assert "<|mask|>" not in choice["filled_prompt"]
     [expected] = offline(there, [prompt], seed=4, max_new_tokens=0, steps=1)
     assert choice["filled_prompt"] == expected.filled_prompt
+    # By default there is a step for each of the prompt's masks, also where others follow the prompt.
+    several = {"prompt": "def add(<|mask|><|mask|>, b):\n    return<|mask|>", "seed": 4}
+    for new in (4, 0):
+        own = there.post("/v1/completions", several | {"max_tokens": new}).json()
+        same = there.post("/v1/completions", several | {"max_tokens": new, "steps": 3 + new}).json()
+        assert own["choices"] == same["choices"]
+    assert own["choices"] != there.post("/v1/completions", several | {"max_tokens": 0, "steps": 1}).json()["choices"]
 
 
 def test_a_suffix(there: Served) -> None:
