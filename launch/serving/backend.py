@@ -23,7 +23,7 @@ from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.readers import Readers
 from launch.serving.reading import Reader
-from runtime import InputError, RequestHandle
+from runtime import InputError, RendererStartError, RequestHandle
 
 # Numbers of threads that read bodies. Chats have threads of their own, so that a chat template that never returns
 # delays only chats.
@@ -126,6 +126,7 @@ class Backend:
         Raises:
           ApiError: the server is busy or shutting down, it takes too long, the body is compressed or not JSON, or a
             value is wrong.
+          RendererStartError: the process that renders chat messages cannot start.
           pydantic.ValidationError: the body does not match ``kind``.
         """
         arrived = time.monotonic()
@@ -156,7 +157,11 @@ class Backend:
             async with asyncio.timeout(arrived + longest - time.monotonic()):
                 body, reading = await readers.run(request.state.owner, parse)
         except TimeoutError:
+            self.metrics.refused("deadline")
             raise too_late(longest) from None
+        except RendererStartError:
+            self.metrics.refused("renderer")
+            raise
         wanted = body.timeout
         deadline = arrived + (longest if wanted is None else min(wanted, longest))
         return ReadRequest(arrived, deadline, body, reading)

@@ -187,7 +187,9 @@ class ServingEngine:
         self._reported = 0.0  # when the hosts last reported
         self._compiled = 0  # programs in the last report of this host
         self._end_by: float | None = None
-        metrics.watch("num_requests_running", "Rows in slots.", lambda: self.scheduler.running if self.scheduler else 0)
+        metrics.watch(
+            "num_requests_running", "Rows in slots.", lambda: self.scheduler.occupied if self.scheduler else 0
+        )
         metrics.watch("num_requests_waiting", "Rows and scoring passes that are waiting.", lambda: self._waiting)
         metrics.watch(
             "kv_cache_usage_perc",
@@ -369,6 +371,8 @@ class ServingEngine:
                     self.fail(unavailable(_REFUSALS["draining"]), "grace period")
                 if not scheduler.unfinished:
                     return HostStep(StepPlan(), None, report, last=True)
+            if not scheduler.waiting:
+                self._finish_times.clear()  # while slots are free, rows finish as rarely as requests arrive
             plan = scheduler.schedule(now)
             draining = self._end_by is not None
             compiled = None if self._compilation is None or draining else self._compilation.choose(scheduler)

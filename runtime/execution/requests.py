@@ -62,6 +62,7 @@ class ScheduledRow:
       index: index among the request's rows, or among its score passes.
       inserted: time at which the row got its slot.
       iterations: number of iterations since then.
+      positions: positions of the row, over all its canvases, that these iterations computed.
       accepted: accepted steps since then of a row that grows with drafts; otherwise 0.
       prefix: number of tokens before the first open position, in the last canvas that was fetched.
       first_token: time at which the first token was seen; None before that.
@@ -74,6 +75,7 @@ class ScheduledRow:
     index: int
     inserted: float = 0.0
     iterations: int = 0
+    positions: int = 0
     accepted: int = 0
     prefix: int = 0
     first_token: float | None = None

@@ -81,13 +81,18 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Number of rows in slots, including aborted rows that are not evicted yet."""
+        """Number of rows that got a slot and have no result yet, including aborted rows that are not evicted yet."""
         return len(self._rows)
+
+    @property
+    def occupied(self) -> int:
+        """Number of occupied slots. Rows whose slots are free, but whose results are on their way, do not count."""
+        return sum(len(pool.rows) for pool in self._pools)
 
     @property
     def usage(self) -> float:
         """Fraction of all slots that are occupied, from 0 to 1."""
-        return self.running / sum(pool.limits.grid.slots for pool in self._pools)
+        return self.occupied / sum(pool.limits.grid.slots for pool in self._pools)
 
     @property
     def unfinished(self) -> list[RequestHandle]:
@@ -184,8 +189,8 @@ class Scheduler:
     def _evict(self, pool: PoolState) -> list[int]:
         """Free the slots of aborted rows and of rows ended by their stop tests, and return the latter."""
         aborted = {row for row in pool.rows if self._rows[row].handle.closed}
-        for row in aborted:
-            del self._rows[row]
+        for number in aborted:
+            self._count_passes(self._rows.pop(number))
         # Rows ended by a stop test remain known until their results arrive.
         ended = [row for row in pool.rows if row not in aborted and self._rows[row].counted is not None]
         if aborted or ended:
@@ -285,7 +290,7 @@ class Scheduler:
             self._update_pool(pool, now)
         rows = self._rows.values()
         self.stats.in_flight_iterations = sum(row.iterations for row in rows)
-        self.stats.in_flight_positions = sum(row.iterations * self._positions(row) for row in rows)
+        self.stats.in_flight_positions = sum(row.positions for row in rows)
         if outcome.scores is not None and self._scoring is not None:
             handle, index = self._scoring.handle, self._scoring.index
             self.stats.forwards += 1
@@ -307,7 +312,11 @@ class Scheduler:
             for held in one.rows:
                 row = self._rows[held]
                 row.unread = held in outcome.unread
-                row.iterations += 0 if row.unread else run.iterations
+                own = 0 if row.unread else run.iterations
+                row.iterations += own
+                # A row that grows may be in a bucket that is narrower than its full length.
+                length = min(row.request.length_with_suffix, one.bucket.width)
+                row.positions += own * length * pool.limits.canvases
                 row.accepted = outcome.accepted.get(held, 0)
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
@@ -333,16 +342,24 @@ class Scheduler:
         self.stats.tokens += tokens
         passes, accepted = (steps, 0) if result.drafts is None else (result.drafts.passes, result.drafts.accepted)
         self.stats.accepted_steps += accepted
-        if pool.limits.prompt_chunk:
-            passes = max(0, passes - 1)  # the first token is the prefill's
-        self.stats.busy_iterations += passes
-        self.stats.busy_positions += passes * self._positions(row)
+        if self.policy.step_seconds is None:
+            # Offline, iterations may go on after the row's end. Those that committed a token were surely its own.
+            row.iterations = max(0, passes - 1) if pool.limits.prompt_chunk else passes  # a prefill is no iteration
+            row.positions = min(row.positions, row.iterations * self._positions(row))
+        elif not pool.limits.prompt_chunk:
+            steps = max(steps, row.iterations + accepted)  # a pass may commit nothing, or what was moved since
+        self._count_passes(row)
         self._note_prefix(row, max(1, config.max_new_tokens), now)
         per_token = None
         if row.first_token is not None and tokens > 1:
             per_token = (now - row.first_token) / (tokens - 1)
         self._events.append(RowFinished(row.handle, row.index, result, tokens, steps, now - row.inserted, per_token))
         self._finish(row.handle, now)
+
+    def _count_passes(self, row: ScheduledRow) -> None:
+        """Add the iterations of a row that leaves to the statistics."""
+        self.stats.busy_iterations += row.iterations
+        self.stats.busy_positions += row.positions
 
     def _positions(self, row: ScheduledRow) -> int:
         """Return the positions of all canvases of a row."""

@@ -15,10 +15,11 @@ class SchedulerStats:
       forwards: number of forward passes, prefills included.
       accepted_steps: steps of finished rows that drafts allowed, see :class:`runtime.execution.result.DraftStats`.
       slot_iterations: iterations times slots, summed over all buckets.
-      busy_iterations: iterations in which a finished row committed a token, summed over the rows.
+      busy_iterations: iterations of finished and aborted rows, summed over the rows. Where iterations may go on after a
+        row's end (offline), those of a finished row in which it committed a token.
       in_flight_iterations: iterations of the rows that are still in slots.
       computed_positions: iterations times positions of all canvases, summed over all buckets.
-      busy_positions: busy iterations times positions of the row's canvases, summed over finished rows.
+      busy_positions: busy iterations times positions of the row's canvases, without those beyond its bucket.
       in_flight_positions: the same for all iterations of the rows that are still in slots.
       moves: number of times that a row moved from one slot to another.
     """

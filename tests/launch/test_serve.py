@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -148,6 +149,25 @@ def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyP
             assert len(made) == steps
     assert not ready
     assert serving.state == "draining"
+
+
+def test_an_idle_time_says_nothing_about_when_to_try_again(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, real = [0.0], time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: real() + passed[0])
+    with served(tiny, CONFIG, limits=Limits(queue=5, rows=5, request_seconds=3600.0)) as found:
+        monkeypatch.setattr("launch.serving.engine.time", clock)
+        for _ in range(2):
+            assert found.post("/v1/completions", {"prompt": PROMPT}).status_code == 200
+            passed[0] += 100.0
+        long = {"prompt": PROMPT, "max_tokens": 40, "steps": 40, "stream": True, "n": 5}
+        with (
+            slowly(found, monkeypatch),
+            httpx.stream("POST", f"{found.url}/v1/completions", json=long, timeout=PATIENCE),
+        ):
+            wait_for(lambda: found.metric("num_requests_waiting") == 3)
+            refused = found.post("/v1/completions", {"prompt": ["a", "b", "c"]})
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) <= 2
 
 
 def test_another_host_has_failed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

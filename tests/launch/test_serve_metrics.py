@@ -11,7 +11,7 @@ import jax
 import pytest
 import transformers
 
-from runtime import DiffusionConfig, Engine, SamplingConfig, SchedulerPolicy
+from runtime import DiffusionConfig, Engine, RendererStartError, SamplingConfig, SchedulerPolicy
 from tests.launch.served import Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
@@ -100,6 +100,18 @@ def test_what_diffusion_counts(there: Served) -> None:
     assert there.metric("inter_token_latency_seconds_count") >= len(pieces) - 1 >= 1
     ask(there, max_tokens=0, steps=1, prompt=[5, there.engine.config.mask_token_id, 7])
     assert there.metric("time_to_first_token_seconds_count") == 3
+
+
+def test_requests_that_the_server_turns_away_while_it_reads_them(
+    there: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RendererStartError("cannot start the process (Resource temporarily unavailable)")
+
+    monkeypatch.setattr(there.server.reader, "generation", fail)
+    answer = there.post("/v1/completions", {"prompt": "a"})
+    assert answer.status_code == 503
+    assert there.metric("request_refused_total") == 1
 
 
 def test_what_autoregressive_models_count(folder: Path, tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ def test_an_autoregressive_row_grows_into_wider_buckets() -> None:
         found += [event.result for event in events if isinstance(event, RowFinished)]
     assert sorted(set(widths)) == [128, 192]
     assert scheduler.stats.moves == 1
+    assert scheduler.stats.useful_share <= 1
     expected = alone(engine, request)
     np.testing.assert_array_equal(found[0].sequence, expected.sequence)
     np.testing.assert_allclose(found[0].log_probabilities, expected.log_probabilities, atol=1e-4)

@@ -100,7 +100,10 @@ def test_a_stop_test_frees_the_slot_at_the_next_decision() -> None:
         scheduler.add(handle)
     assert not [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, RowFinished)]
     assert [plan.buckets[0].canvases for plan in slots.plans] == [True, True]
-    events = step(scheduler, slots)
+    plan = scheduler.schedule(slots.now)
+    # The row that ended has no slot while its result is on its way.
+    assert (scheduler.running, scheduler.occupied, scheduler.usage) == (3, 2, 1.0)
+    events = scheduler.update(slots.execute(plan), slots.now)
     # Eight tokens were generated when the test fired; the next row gets the slot in the same step.
     inserted = [Insertion(2, waiting.rows[0])]
     assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 2, WIDTH, [2, 1], 4, False)], [0])

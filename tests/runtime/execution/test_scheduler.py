@@ -115,6 +115,27 @@ def test_aborts() -> None:
     assert scheduler.schedule(slots.now) == StepPlan()
 
 
+def test_positions_of_aborted_rows_stay_counted() -> None:
+    """Useful positions are shown beside computed ones, whose sum does not fall either."""
+    scheduler, slots = single(2, max_iterations=4), CountedSlots(0.001)
+    kept, given_up = RequestHandle(rows=rows(9)), RequestHandle(rows=rows(100))
+    scheduler.add(kept)
+    scheduler.add(given_up)
+    seen = [0]
+    for _ in range(3):
+        step(scheduler, slots)
+        seen.append(scheduler.stats.useful_positions)
+    scheduler.abort(given_up)
+    step(scheduler, slots)
+    seen.append(scheduler.stats.useful_positions)
+    drain(scheduler, slots)
+    seen.append(scheduler.stats.useful_positions)
+    assert seen == sorted(seen)
+    assert scheduler.stats.in_flight_positions == 0
+    assert scheduler.stats.useful_share <= 1
+    assert scheduler.stats.utilisation <= 1
+
+
 def test_a_request_that_is_aborted_in_its_last_step_is_not_finished() -> None:
     scheduler, slots = single(1), CountedSlots(0.01)
     handle = RequestHandle(rows=rows(1))
