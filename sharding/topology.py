@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sharding.errors import MeshError
 
@@ -101,6 +101,9 @@ CHIPS = {
     )
 }
 
+# Stands in for an accelerator that is not in CHIPS. Only the ratios of its rates matter.
+UNKNOWN_CHIP = Chip("unknown", "gpu", "unknown", 0, 0, 0, 1e12, 2e14, 4e14, 5e10, 1e10, 1 << 20, 0)
+
 # Other names for these chips.
 _ALIASES = {
     "v5litepod": "v5e", "a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200", "4090": "rtx4090",
@@ -178,6 +181,12 @@ class Place:
     core_on_chip: int
     slice_index: int
     process_index: int
+
+
+def chip_of(device: Any) -> Chip | None:
+    """Return the type of a JAX device: :data:`UNKNOWN_CHIP` for other accelerators, and None for a CPU."""
+    known = (chip for chip in CHIPS.values() if chip.device_kind == device.device_kind)
+    return None if device.platform == "cpu" else next(known, UNKNOWN_CHIP)
 
 
 def parse_topology(text: str) -> Topology:

@@ -31,7 +31,7 @@ from runtime.models.families import Weights
 from runtime.models.forward import Forward, residual_unit
 from runtime.models.kv_cache import cache_dtype
 from sharding.errors import InputError, MeshError
-from sharding.topology import CHIPS
+from sharding.topology import chip_of
 
 # Fraction of the memory left beside the weights that a batch may plan to use.
 _ACTIVATION_SHARE = 0.7
@@ -221,29 +221,27 @@ class Runner:
     def pass_floor(self) -> tuple[float, float]:
         """Return floor and overhead of a pass, see :class:`runtime.execution.buckets.PassCost`, in positions.
 
-        Both are derived from the type of the devices. For devices of unknown type, such as CPUs, the floor is 0 and the
-        overhead is a constant.
+        Both are derived from the type of the devices. For CPUs, the floor is 0 and the overhead is a constant.
         """
-        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
-        spec = self.layout.spec
+        chip, spec = chip_of(self._device), self.layout.spec
         copies = spec.data * spec.sequence
-        if not chips:
+        if chip is None:
             return 0.0, _OVERHEAD_POSITIONS * copies
         # Each weight takes two operations per position, and is read once per pass.
-        floor = copies * chips[0].flops / chips[0].memory_bandwidth * self.dtype.itemsize / 2
+        floor = copies * chip.flops / chip.memory_bandwidth * self.dtype.itemsize / 2
         return floor, floor / _OVERHEADS_PER_FLOOR
 
     def position_seconds(self) -> float:
         """Estimate the seconds that a position adds to a pass, from the peak rate of the type of the devices."""
-        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
-        flops, spec = chips[0].flops if chips else _CPU_FLOPS, self.layout.spec
+        chip, spec = chip_of(self._device), self.layout.spec
+        flops = _CPU_FLOPS if chip is None else chip.flops
         operations = 2 * weight_bytes(self.layout, self.dtype) / self.dtype.itemsize
         return operations / (flops * spec.data * spec.sequence)
 
     def compile_positions(self) -> float:
         """Estimate how many positions could be computed in the time that compiling a bucket takes."""
-        known = any(chip.device_kind == self._device.device_kind for chip in CHIPS.values())
-        return (_COMPILE_SECONDS if known else _CPU_COMPILE_SECONDS) / self.position_seconds()
+        on_cpu = chip_of(self._device) is None
+        return (_CPU_COMPILE_SECONDS if on_cpu else _COMPILE_SECONDS) / self.position_seconds()
 
     def width_step(self, known: bool = False) -> int:
         """Return the number that bucket widths are multiples of; ``known`` if all rows are known in advance."""
@@ -283,9 +281,8 @@ class Runner:
           canvases: canvases that a pass computes of each row, see :mod:`runtime.decoding.drafts`.
           window: with a cache and drafts, positions of the widest window.
         """
-        spec = self.layout.spec
-        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
-        device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
+        chip, spec = chip_of(self._device), self.layout.spec
+        device = Device(self.platform, 0 if chip is None else chip.fast_memory_bytes)
         head = self.chunk(rows * self.row_shards, canvas) // spec.sequence
         computed = math.ceil(rows * canvases * self.row_shards / spec.data) if canvases > 1 else 0
         kept, attention = self.cache_dtype if cached else None, self.forward(canvas).attention

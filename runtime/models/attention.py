@@ -5,6 +5,7 @@ Dimension letters: B batch, S query positions, T key positions, K kv heads, G qu
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 def choose_attention(requested: str, platform: str, layout: ModelLayout, positions: int, dtype: Any) -> str:
     """Resolve ``auto`` to an implementation, and check that a requested implementation can run.
 
-    ``auto`` selects cuDNN on GPU for 16-bit dtypes, splash attention on TPU for bfloat16 if its blocks divide the
-    canvas, and XLA otherwise.
+    ``auto`` selects cuDNN for 16-bit dtypes on the GPUs that it supports, splash attention on TPU for bfloat16 if its
+    blocks divide the canvas, and XLA otherwise.
 
     Raises:
       InputError: the implementation is unknown, or cannot run on this platform, dtype or canvas.
@@ -41,7 +42,7 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
     blocks = splash_fits(head_dim, positions, layout.spec.sequence)
     fits = {
         "xla": True,
-        "cudnn": platform in ("gpu", "cuda") and sixteen_bit and head_dim % 8 == 0 and head_dim <= 256 and whole,
+        "cudnn": platform in ("gpu", "cuda") and sixteen_bit and _cudnn_supports(layout) and whole,
         # The compiler of TPU kernels does not load float16.
         "splash": platform == "tpu" and jnp.dtype(dtype) != jnp.float16 and blocks and whole,
     }
@@ -49,7 +50,8 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
         return "cudnn" if fits["cudnn"] else "splash" if fits["splash"] and sixteen_bit else "xla"
     if not fits[requested]:
         needs = {
-            "cudnn": "a GPU and a 16-bit dtype",
+            "cudnn": "an NVIDIA GPU of compute capability 8.0 or newer, a 16-bit dtype, and a head dimension that is a "
+            "multiple of 8 and at most 128 (256 from 9.0 on)",
             "splash": "a TPU, bfloat16 or float32, and a head dimension and canvas shards that are multiples of "
             f"{LANES}",
         }
@@ -59,6 +61,19 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
             f'{positions}, sequence={layout.spec.sequence}. Use "auto" or "xla"'
         )
     return requested
+
+
+def _cudnn_supports(layout: ModelLayout) -> bool:
+    """Whether cuDNN's attention supports the model's heads on the layout's devices.
+
+    Without devices, or if they do not report their compute capability, 9.0 is assumed.
+    """
+    device = None if layout.mesh is None else layout.mesh.devices.flat[0]
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", None) or "9.0"))
+    if capability is None:  # AMD's GPUs have names there, such as gfx942
+        return False
+    version, head_dim = (int(capability[1]), int(capability[2])), layout.config.head_dim
+    return version >= (8, 0) and head_dim % 8 == 0 and head_dim <= (256 if version >= (9, 0) else 128)
 
 
 def _cudnn(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:

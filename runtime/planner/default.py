@@ -20,15 +20,12 @@ from runtime.planner.estimate import estimate_workload, out_of_memory
 from runtime.planner.workload import Workload
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
-from sharding.topology import CHIPS, Chip, Topology
+from sharding.topology import CHIPS, UNKNOWN_CHIP, Topology
 
 # Prompt tokens and new tokens per row that a default mesh is chosen for, because the prompts are not known yet.
 _PROMPT, _NEW_TOKENS = 256, 256
 # More than any caller has. A mesh runs fewer at a time.
 _MAX_ROWS = (1 << 31) - 1
-
-# Stands in for a chip that is not in CHIPS. Only the ratios of its rates matter for ranking meshes.
-_UNKNOWN = Chip("unknown", "gpu", "unknown", 0, 0, 0, 1e12, 2e14, 4e14, 5e10, 1e10, 1 << 20, 0)
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:
@@ -51,7 +48,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
             box *= span
         if box == per_slice and per_slice * len(slices) == len(devices):
             return Topology(chip, tuple(spans), len(slices))
-    base = known[0] if known and first.platform == "gpu" else _UNKNOWN
+    base = known[0] if known and first.platform == "gpu" else UNKNOWN_CHIP
     chip = replace(base, usable_bytes=memory or base.usable_bytes or 1 << 60)
     count = len(hosts) if len(devices) % len(hosts) == 0 else 1
     return Topology(chip, (len(devices) // count,), count)

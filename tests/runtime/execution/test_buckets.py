@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from runtime.models.families import model_layout
 from runtime.models.forward import residual_unit
 from runtime.planner.presets import preset
 from sharding.mesh import MeshSpec
+from sharding.topology import chip_of
 from tests import golden_cases
 
 CPU, GPU = PassCost(0.0, 64.0), PassCost(206.0, 50.0)
@@ -75,6 +77,20 @@ def test_a_canvas_divides_over_the_tensor_axis_unless_this_costs_over_an_eighth(
     widths = {canvas_bucket(length, layout, "tpu") for length in range(1, 16385, 31)}
     assert any(width % unit == 0 for width in widths)
     assert all(math.ceil(width / unit) * unit >= 1.125 * width for width in widths if width % unit)
+
+
+def test_an_accelerator_of_unknown_type_is_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes read the weights, and its programs take long to compile: few buckets, and large batches."""
+    runner = golden_cases.engine().runner
+    costs = {}
+    for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3"):
+        device = SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind)
+        monkeypatch.setattr("runtime.execution.runner.chip_of", lambda _, device=device: chip_of(device))
+        costs[kind] = runner.pass_floor()[0], runner.compile_positions()
+    cpu, unknown, known = costs.values()
+    assert cpu[0] == 0 < unknown[0]
+    assert 0.1 * known[1] < unknown[1]
+    assert unknown[1] > 100 * cpu[1]
 
 
 def test_widths_that_somebody_wants_are_the_only_ones() -> None:

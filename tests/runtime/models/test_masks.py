@@ -6,12 +6,14 @@ Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from runtime.models import xla_attention
 from runtime.models.attention import choose_attention, dot_product_attention
@@ -302,6 +304,29 @@ def test_kernels_run_where_their_masks_are_right(mask: AttentionMask) -> None:
     if mask.depends_on_position:
         with pytest.raises(InputError, match="causal and block-causal models also require sequence=1"):
             choose_attention("cudnn", "gpu", sharded, 512, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "kernel"),
+    [
+        ("7.5", 128, "xla"),
+        ("8.0", 128, "cudnn"),
+        ("8.9", 128, "cudnn"),
+        ("8.9", 256, "xla"),
+        ("9.0", 256, "cudnn"),
+        ("12.0", 128, "cudnn"),
+        ("gfx942", 128, "xla"),
+        ("9.0", 100, "xla"),
+    ],
+)
+def test_gpus_that_cudnn_does_not_support_use_xla(capability: str, head_dim: int, kernel: str) -> None:
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    layout = model_layout(config(AttentionMask("bidirectional"), head_dim=head_dim))
+    on_gpu = replace(layout, mesh=cast(Mesh, SimpleNamespace(devices=np.array([device]))))
+    assert choose_attention("auto", "gpu", on_gpu, 512, "bfloat16") == kernel
+    if kernel == "xla":
+        with pytest.raises(InputError, match=r"requires an NVIDIA GPU of compute capability 8\.0 or newer"):
+            choose_attention("cudnn", "gpu", on_gpu, 512, "bfloat16")
 
 
 def test_a_block_needs_a_length() -> None:
