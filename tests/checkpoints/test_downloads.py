@@ -8,8 +8,11 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +265,28 @@ def test_urls_of_this_machine(source: Path, tmp_path: Path) -> None:
     for url in ("file://elsewhere/model", "file://", "file:///no/such/folder", f"file://{spaced}/config.json"):
         with pytest.raises(CheckpointError, match=url):
             open_folder(url)
+
+
+def test_a_file_that_changed_on_a_web_server_is_fetched_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its size stays and the server tells no ETag, as Python's own server."""
+    pytest.importorskip("aiohttp")  # fsspec needs it for web servers
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (source / MANIFEST_FILE).unlink()
+    file = source / "LICENSE"
+    os.utime(file, (1e9, 1e9))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(source))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        before = open_folder(url).path
+        assert open_folder(url).path == before
+        file.write_bytes(file.read_bytes()[::-1])
+        os.utime(file, (1e9 + 60, 1e9 + 60))
+        after = open_folder(url).path
+        server.shutdown()
+    assert after != before
+    assert (after / "LICENSE").read_bytes() == file.read_bytes() != (before / "LICENSE").read_bytes()
 
 
 class Store(AsyncFileSystem):
