@@ -30,7 +30,11 @@ Kind = Literal["measured", "simulated devices", "estimated"]
 
 _REPOSITORY = Path(__file__).parent.parent
 # Packages that determine the speed of programs: compilers and their runtimes. Not every machine has all of them.
-_COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
+_COMPILERS = (
+    "libtpu",
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12"),
+    *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13"),
+)
 CPUINFO = Path("/proc/cpuinfo")
 # Timed calls that a limit of time leaves: a median and a spread require several.
 LEAST_REPEATS = 3

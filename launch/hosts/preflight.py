@@ -29,7 +29,11 @@ from launch.hosts.supervisor import BEGUN
 
 Facts = dict[str, str]
 
-_PACKAGES = ("diffumesh", "jax", "jaxlib", "libtpu", "flax", "numpy", "transformers", "tokenizers")
+_CUDA_PACKAGES = (
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+_PACKAGES = ("diffumesh", "jax", "jaxlib", "libtpu", *_CUDA_PACKAGES, "flax", "numpy", "transformers", "tokenizers")
 _SOURCES = ("launch", "runtime", "checkpoints", "sharding")
 _MAX_FLAG_TEXT = 200
 

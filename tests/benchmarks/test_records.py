@@ -60,8 +60,10 @@ def test_pytorch_is_spoken_of_only_where_it_runs(monkeypatch: pytest.MonkeyPatch
     assert not load_notes(torch_cores=2)
 
 
-def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"jax": "1", "libtpu": "2", "nvidia-cudnn-cu13": "3"}
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyPatch, cuda: str) -> None:
+    there = {"jax": "1", "libtpu": "2", f"nvidia-cudnn-cu{cuda}": "3"}
+    there |= {f"jax-cuda{cuda}-{name}": "4" for name in ("plugin", "pjrt")}
     monkeypatch.setattr(records, "package_version", there.get)
     versions = build_record("a", kind="estimated", settings={}, results={})["versions"]
     assert versions.pop("python")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from checkpoints.fingerprint import folder_fingerprint
 from launch import generate
 from launch.hosts.faults import HostsDifferError
 from launch.hosts.host import Host
-from launch.hosts.preflight import agree_on_programs, differences, flag_facts, table
+from launch.hosts.preflight import agree_on_programs, differences, flag_facts, table, version_facts
 from runtime.execution.programs import ProgramCache
 
 NAMES = [f"host {number}" for number in range(4)]
@@ -42,6 +43,24 @@ def test_what_one_host_was_not_given() -> None:
     assert differences([{"--steps": "8"}, {}, {}, {}], NAMES) == [
         ("--steps is 8 on host 0, and (not given) on the others", [0])
     ]
+
+
+@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
+def test_hosts_compare_the_packages_below_jax(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = [f"jax-{cuda}-plugin", f"jax-{cuda}-pjrt", *(f"nvidia-{name}-cu{cuda[4:]}" for name in ("cudnn", "nccl"))]
+    there = dict.fromkeys(["jax", "jaxlib", *below], "1.2")
+
+    def version(package: str) -> str:
+        if package not in there:
+            raise metadata.PackageNotFoundError(package)
+        return there[package]
+
+    monkeypatch.setattr(metadata, "version", version)
+    facts = version_facts()
+    assert {name: facts[name] for name in facts if name not in ("python", "code")} == there
+    there[f"nvidia-nccl-cu{cuda[4:]}"] = "1.3"
+    (found,) = differences([facts, version_facts()], NAMES)
+    assert found.text.startswith(f"nvidia-nccl-cu{cuda[4:]} is 1.3 on host 1")
 
 
 def test_hosts_that_say_the_same_share_a_column() -> None:
