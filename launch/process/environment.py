@@ -17,6 +17,8 @@ _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES",
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Files of TPU devices in /dev.
 TPU_FILES = ("accel*", "vfio/*")
+# Files of NVIDIA GPUs; where JAX finds none of them, it does not try to open a GPU. The last is that of Windows' WSL.
+NVIDIA_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 # Packages with JAX's CUDA plugin.
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
@@ -39,18 +41,22 @@ def describe_absent_tpu() -> None:
 def check_platforms() -> None:
     """Check that the platforms that ``JAX_PLATFORMS`` names can be opened, as far as can be known without opening them.
 
-    JAX fails with an empty assertion where a plugin is not installed.
+    JAX fails with an empty assertion where a plugin is not installed, or where it finds no GPU.
 
     Raises:
-      InputError: a platform's plugin is not installed, or this machine has no TPU.
+      InputError: a platform's plugin is not installed, or this machine has no TPU or no NVIDIA GPU.
     """
     import jax
 
     named = jax.config.values["jax_platforms"] or ""
     wrong = f"JAX_PLATFORMS={named}: "
-    for name in filter(None, named.split(",")):
+    names = [name for name in named.split(",") if name]
+    for name in names:
         if name == "cuda" and not any(map(find_spec, _CUDA_PLUGINS)):
             raise InputError(f"{wrong}JAX's CUDA plugin is not installed; pip install -e '.[cuda]'")
+        # Beside another platform, JAX leaves out an absent GPU.
+        if names == ["cuda"] and not any(map(os.path.exists, NVIDIA_FILES)):
+            raise InputError(f"{wrong}this machine has no NVIDIA GPU (none of {', '.join(NVIDIA_FILES)})")
         if name == "tpu" and find_spec("libtpu") is None:
             raise InputError(f"{wrong}libtpu is not installed; pip install -e '.[tpu]'")
         if name == "tpu" and not _has_tpu():

@@ -155,7 +155,15 @@ def test_libtpu_is_silent_only_where_there_is_no_tpu(before: str, errors: bool) 
     ("named", "installed", "devices", "expected"),
     [
         ("cuda", [], ["null"], "JAX_PLATFORMS=cuda: JAX's CUDA plugin is not installed; pip install -e '.[cuda]'"),
-        ("cuda", ["jax_cuda12_plugin"], [], None),
+        ("cuda", ["jax_cuda12_plugin"], ["null"], None),
+        ("cuda", ["jax_cuda13_plugin"], ["no-such-device", "null"], None),
+        ("cuda,cpu", ["jax_cuda13_plugin"], ["no-such-device"], None),
+        (
+            "cuda",
+            ["jax_cuda13_plugin"],
+            ["no-such-device", "nor-this"],
+            "JAX_PLATFORMS=cuda: this machine has no NVIDIA GPU (none of /dev/no-such-device, /dev/nor-this)",
+        ),
         ("tpu,cpu", [], ["null"], "JAX_PLATFORMS=tpu,cpu: libtpu is not installed; pip install -e '.[tpu]'"),
         ("tpu", ["libtpu"], ["no-such-device"], "JAX_PLATFORMS=tpu: this machine has no TPU (no /dev/no-such-device)"),
         ("tpu", ["libtpu"], ["null"], None),
@@ -170,6 +178,7 @@ def test_platforms_that_are_not_there(
 
     monkeypatch.setattr(environment, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(environment, "TPU_FILES", tuple(devices))
+    monkeypatch.setattr(environment, "NVIDIA_FILES", tuple(f"/dev/{name}" for name in devices))
     monkeypatch.setattr(jax, "config", SimpleNamespace(values={"jax_platforms": named}))
     if expected is None:
         environment.check_platforms()
@@ -177,6 +186,17 @@ def test_platforms_that_are_not_there(
         with pytest.raises(InputError) as caught:
             environment.check_platforms()
         assert str(caught.value) == expected
+
+
+def test_the_files_of_gpus_are_those_that_jax_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import hardware_utils
+
+    asked: list[str] = []
+    monkeypatch.setattr(os.path, "exists", asked.append)
+    found = hardware_utils.has_visible_nvidia_gpu()
+    monkeypatch.undo()
+    assert not found
+    assert tuple(asked) == environment.NVIDIA_FILES
 
 
 def test_a_platform_that_jax_does_not_know() -> None:
