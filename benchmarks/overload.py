@@ -18,14 +18,29 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from absl import flags
 
-from benchmarks.load import Answer, Ask, Client, closed_loop, open_loop, percentiles
-from benchmarks.records import build_record, check_one_host, define_record_flags, load_notes, note_lines, write_record
-from benchmarks.serve.processes import TIMEOUT, Checkout, metric, server
+from benchmarks.overload_tables import overload_table
+from benchmarks.records import (
+    NO_HTTPX,
+    build_record,
+    check_one_host,
+    define_record_flags,
+    load_notes,
+    write_record,
+)
 from checkpoints import DEMO, open_folder
-from launch.process.startup import run_launcher
+from launch.process.startup import fail, run_launcher
+
+try:
+    import httpx
+
+    from benchmarks.load import Answer, Ask, Client, closed_loop, open_loop, percentiles
+    from benchmarks.serve.processes import TIMEOUT, Checkout, metric, server
+except ModuleNotFoundError as missing:
+    if missing.name != "httpx" or __name__ != "__main__":
+        raise
+    fail(NO_HTTPX)
 
 TIMES = 10
 # Requests that measure the capacity, and users that send them
@@ -167,21 +182,6 @@ def summarize(found: Overload, queue: int, seconds: float) -> dict[str, Any]:
             for what, value, sign, bound in goals
         ],
     }
-
-
-def overload_table(record: dict[str, Any]) -> str:
-    """Convert a record to a Markdown table with a row per goal."""
-    results, machine = record["results"], record["machine"]
-    lines = ["| overload | measured | goal | met |", "|---|---:|---:|---|"]
-    for one in results["goals"]:
-        value = "none" if one["value"] is None else f"{one['value']:g}"
-        lines.append(f"| {one['what']} | {value} | {one['goal']} | {'yes' if one['met'] else 'NO'} |")
-    made = (
-        f"{record['kind'].capitalize()}: `{record['command']}`, {results['capacity_per_second']:g} requests per second "
-        f"answered at capacity, {results['offered_per_second']:g} planned for {record['settings']['seconds']:g} s; the "
-        f"load comes from the same {machine['cores']} cores ({machine['processor']})."
-    )
-    return "\n".join([*lines, "", made, *note_lines(record)])
 
 
 def main(values: flags.FlagValues) -> None:

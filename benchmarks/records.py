@@ -36,6 +36,7 @@ _COMPILERS = (
     *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13"),
 )
 CPUINFO = Path("/proc/cpuinfo")
+NO_HTTPX = "benchmarks of a server need httpx: pip install -e '.[bench,serve]' in the checkout"
 # Timed calls that a limit of time leaves: a median and a spread require several.
 LEAST_REPEATS = 3
 _PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch", "transformers")

@@ -30,7 +30,7 @@ from benchmarks.fault_tables import fault_table
 from benchmarks.first_text import first_text_table
 from benchmarks.gpu_passes.__main__ import gpu_passes_table
 from benchmarks.mode_tables import modes_table
-from benchmarks.overload import overload_table
+from benchmarks.overload_tables import overload_table
 from benchmarks.prompt_lookup import prompt_lookup_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling

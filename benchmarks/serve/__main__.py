@@ -37,8 +37,8 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks.load import Ask, Client, closed_loop
 from benchmarks.records import (
+    NO_HTTPX,
     build_record,
     check_one_host,
     check_output,
@@ -48,28 +48,35 @@ from benchmarks.records import (
 )
 from benchmarks.serve.acceptance import acceptance
 from benchmarks.serve.plots import draw
-from benchmarks.serve.processes import TIMEOUT, Checkout, GenerateLoop, Server, generate_loop, server
-from benchmarks.serve.sections import (
-    COMPARED_SHARE,
-    LONGEST_IDLE,
-    measure_batch,
-    measure_capacities,
-    measure_capacity,
-    measure_first_text,
-    measure_load,
-    measure_lone,
-    measure_loop,
-    measure_same_arrivals,
-    measure_starts,
-    measure_while_compiling,
-)
 from benchmarks.serve.tables import acceptance_table
-from benchmarks.serve.workload import SIZES, Sizes, make_asks, read_functions
 from checkpoints import DEMO, open_folder
 from launch.process.profiling import check_profiling, define_profiling_flags, given_profiling
-from launch.process.startup import run_launcher
+from launch.process.startup import fail, run_launcher
 from runtime import TextTokenizer, parse_config
 from sharding.errors import InputError
+
+try:
+    from benchmarks.load import Ask, Client, closed_loop
+    from benchmarks.serve.processes import TIMEOUT, Checkout, GenerateLoop, Server, generate_loop, server
+    from benchmarks.serve.sections import (
+        COMPARED_SHARE,
+        LONGEST_IDLE,
+        measure_batch,
+        measure_capacities,
+        measure_capacity,
+        measure_first_text,
+        measure_load,
+        measure_lone,
+        measure_loop,
+        measure_same_arrivals,
+        measure_starts,
+        measure_while_compiling,
+    )
+    from benchmarks.serve.workload import SIZES, Sizes, make_asks, read_functions
+except ModuleNotFoundError as missing:
+    if missing.name != "httpx" or __name__ != "__main__":
+        raise
+    fail(NO_HTTPX)
 
 _START_SECTIONS = ("starts", "compiling")
 _SERVED_SECTIONS = ("lone", "first_text", "capacity", "same_arrivals", "one_at_a_time", "loads")
