@@ -19,6 +19,9 @@ MEMORY_BYTES = 256 << 20
 Outcome = Literal["passed", "wrong", "error", "syntax", "forbidden", "limit"]
 _OUTCOMES: tuple[Outcome, ...] = ("passed", "wrong", "error", "syntax", "forbidden", "limit")
 
+# The child writes this once its limits hold: what happens later is due to the generated code.
+_BEGUN = "begun"
+
 _ALLOWED = (
     "abs all any ascii bin bool bytes callable chr complex dict divmod enumerate filter float format "
     "frozenset getattr hasattr hash hex int isinstance issubclass iter len list map max min next oct ord pow "
@@ -55,6 +58,7 @@ def audit(event, arguments):
 space = {{"__builtins__": allowed}}
 del builtins, json, os, resource, work
 sys.addaudithook(audit)
+write(1, (verdict + "{_BEGUN}").encode())
 try:
     for part in code:
         exec(part, space)
@@ -78,6 +82,9 @@ def run_tests(code: str, tests: Sequence[str]) -> Outcome:
     Returns:
       `passed`; `wrong` when an assert failed; `error` when something raised; `syntax` when it does not compile;
       `forbidden` when it opened, imported or started something; `limit` when it took too much time or memory.
+
+    Raises:
+      RuntimeError: the child failed before it executed the code, for example because it may not set its limits.
     """
     verdict = secrets.token_hex(8)  # unpredictable, so output of the tested code is not taken for a verdict
     work = json.dumps({"code": code, "tests": list(tests), "verdict": verdict})
@@ -88,5 +95,8 @@ def run_tests(code: str, tests: Sequence[str]) -> Outcome:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "limit"
+    # A signal before that is a limit that the compilation of the code reached.
+    if verdict not in done.stdout and done.returncode >= 0:
+        raise RuntimeError(f"the sandbox failed before it ran the code (exit code {done.returncode}): {done.stderr}")
     outcome = done.stdout.rpartition(verdict)[2] if verdict in done.stdout else ""
     return next((known for known in _OUTCOMES if outcome == known), "limit")
