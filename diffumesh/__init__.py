@@ -6,6 +6,7 @@ Names are imported on first use. ``diffumesh.Engine`` and ``runtime.Engine`` are
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ def _check_folders() -> None:
             )
 
 
+if sys.platform == "win32":
+    raise ImportError("diffumesh runs on Linux and macOS; on Windows, use WSL")
 _check_folders()
 
 _HOMES = {name: package for package in _PACKAGES for name in importlib.import_module(package).__all__}

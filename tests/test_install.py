@@ -121,3 +121,22 @@ def test_importing_diffumesh_imports_no_framework() -> None:
     code = "import sys, diffumesh; print([one for one in ('jax', 'numpy') if one in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["launch.main", "launch.generate", "launch.serve"])
+def test_commands_say_that_they_do_not_run_on_windows(command: str) -> None:
+    code = f"runpy.run_module({command!r}, run_name='__main__', alter_sys=True)"
+    found = on_windows(code)
+    said = "error: diffumesh runs on Linux and macOS; on Windows, use WSL\n"
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", said)
+
+
+def test_the_library_says_that_it_does_not_run_on_windows() -> None:
+    said = on_windows("import diffumesh").stderr.splitlines()[-1]
+    assert said == "ImportError: diffumesh runs on Linux and macOS; on Windows, use WSL"
+
+
+def on_windows(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code where Python says that this is Windows, and has no fcntl."""
+    there = "import runpy, sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; "
+    return subprocess.run([sys.executable, "-c", there + code], capture_output=True, text=True, cwd=ROOT, timeout=60)
