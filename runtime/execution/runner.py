@@ -244,12 +244,8 @@ class Runner:
         return (_CPU_COMPILE_SECONDS if on_cpu else _COMPILE_SECONDS) / self.position_seconds()
 
     def width_step(self, known: bool = False) -> int:
-        """Return the number that bucket widths are multiples of; ``known`` if all rows are known in advance."""
-        steps = _KNOWN_WIDTH_STEPS if known else _WIDTH_STEPS
-        step = steps.get(self.platform, _WIDTH_STEP_DEFAULT)
-        # On TPU, every shard has whole blocks of attention.
-        sequence = self.layout.spec.sequence
-        return step * sequence if self.platform == "tpu" else math.lcm(step, sequence)
+        """Return the number that bucket widths are multiples of; see :func:`width_step`."""
+        return width_step(self.layout, self.platform, known)
 
     @property
     def weight_bytes(self) -> int:
@@ -304,6 +300,20 @@ def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:
     """
     block = 128 if platform == "tpu" else 1
     return bucket_length(length, block * layout.spec.sequence)
+
+
+def width_step(layout: ModelLayout, platform: str, known: bool = False) -> int:
+    """Return the number that bucket widths are multiples of; the sequence axis divides it.
+
+    Args:
+      layout: the model's layout.
+      platform: platform of the devices.
+      known: whether all rows are known in advance.
+    """
+    steps = _KNOWN_WIDTH_STEPS if known else _WIDTH_STEPS
+    step, sequence = steps.get(platform, _WIDTH_STEP_DEFAULT), layout.spec.sequence
+    # On TPU, every shard has whole blocks of attention.
+    return step * sequence if platform == "tpu" else math.lcm(step, sequence)
 
 
 def check_attention(layout: ModelLayout, attention: str, dtype: Any) -> None:

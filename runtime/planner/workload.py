@@ -28,8 +28,8 @@ from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import masks_per_step
 from runtime.decoding.windows import refresh_chunk
 from runtime.execution.draft_models import DraftModel
-from runtime.execution.rows import bucket_length, check_kind, published_config
-from runtime.execution.runner import canvas_bucket, head_chunk
+from runtime.execution.rows import check_kind, published_config
+from runtime.execution.runner import canvas_bucket, head_chunk, width_step
 from runtime.execution.specialization import decode_program, sampling_rule
 from runtime.models.config import STORED_DTYPES, ModelConfig, UnmaskingSchedule
 from runtime.models.declarations import ModelLayout
@@ -260,7 +260,9 @@ class Workload:
         """
         canvas, rows = self.canvas(layout, platform), self.rows_per_shard(layout.spec.data)
         if self.config.objective == "autoregressive":
-            width = min(canvas, bucket_length(self.prompt))
+            # The rows of a batch are known in advance, so the prompts are padded as those of an engine's batch.
+            step = width_step(layout, platform, known=True)
+            width = min(canvas, math.ceil(self.prompt / step) * step)
             return [
                 Phase("prefill", rows, width, width, True, 1, 1.0, 1),
                 Phase("decode", rows, 1, canvas, False, 1, 1.0, max(0, self.new_tokens - 1)),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from runtime import DiffusionConfig
 from runtime.execution.draft_models import DraftModel
 from runtime.execution.rows import check_kind, default_steps
+from runtime.execution.runner import Runner
+from runtime.execution.slot_kinds import longest_span
 from runtime.execution.specialization import denoise_program
 from runtime.models.config import PublishedSettings
 from runtime.models.families import model_layout
@@ -119,3 +124,17 @@ def test_a_plan_counts_the_draft_model() -> None:
     meshes = candidate_meshes(replace(plain, draft=DraftModel(narrow)), topology)
     assert {one.tensor for one in candidate_meshes(plain, topology)} == {1, 2, 4}
     assert {one.tensor for one in meshes} == {1, 2}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_the_prefill_is_as_wide_as_the_engines(platform: str) -> None:
+    for prompt, sequence in itertools.product((50, 256, 4200), (1, 3, 4, 6)):
+        workload = Workload(preset("qwen2.5-7b"), prompt=prompt)
+        layout = workload.layout(MeshSpec(sequence=sequence))
+        runner: Any = object.__new__(Runner)
+        runner.layout, runner.platform = layout, platform
+        rows: list[Any] = [SimpleNamespace(config=workload.sampling(), tokens=range(prompt))]
+        prefill = workload.phases(layout, platform)[0]
+        expected = min(workload.canvas(layout, platform), longest_span(runner, rows))
+        assert prefill.positions == prefill.keys == expected
+        assert expected % sequence == 0
