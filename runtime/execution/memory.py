@@ -26,7 +26,7 @@ from runtime.models.splash_blocks import splash_running_sums
 from runtime.models.xla_attention import query_block
 
 _FLOAT = 4
-_LESS_CACHE = "fewer rows, a larger sequence axis, int8"
+_LESS_CACHE = "fewer rows, a larger sequence axis, an int8 cache"
 _FEWER_POSITIONS = "fewer rows, a larger data or sequence axis"
 _FEWER_CHANNELS = "a larger tensor axis, or fewer rows"
 
@@ -139,8 +139,7 @@ def memory_of_passes(
       passes: shapes of the forward passes that the generation consists of.
       cache_dtype: dtype of the KV cache; None without a cache.
     """
-    wider = "bfloat16" if jnp.dtype(dtype).itemsize > 2 else "int8"
-    resident = [Tensor("weights", layout.bytes_per_device(dtype), f"a larger tensor axis, or {wider}")]
+    resident = [Tensor("weights", layout.bytes_per_device(dtype), _fewer_weights(layout, dtype))]
     if cache_dtype is not None:
         kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype, device.platform)
         resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
@@ -148,7 +147,9 @@ def memory_of_passes(
     drafted = [one for one in shapes if one.canvases and cache_dtype is not None]
     if drafted:
         kept = max(_windows_bytes(layout, one, cache_dtype) for one in drafted)
-        resident.append(Tensor("keys and values of drafts", kept, "fewer rows or drafts, a smaller block, int8"))
+        resident.append(
+            Tensor("keys and values of drafts", kept, "fewer rows or drafts, a smaller block, an int8 cache")
+        )
     drafts = max(one.computed - one.rows for one in shapes)
     # The canvas, the drafts and the commit steps, all of them both as input and as output.
     resident.append(Tensor("tokens", 2 * (2 * rows + drafts) * canvas * 4, "fewer rows"))
@@ -159,6 +160,13 @@ def memory_of_passes(
         for stage in (_layer, _head)
     ]
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
+
+
+def _fewer_weights(layout: ModelLayout, dtype: Any) -> str:
+    """Return what would make the weights smaller: the next smaller way to store them, if there is one."""
+    unquantized = "bfloat16" if jnp.dtype(dtype).itemsize > 2 else "int8"
+    smaller = {"none": unquantized, "int8": "int4"}.get(layout.quantization)
+    return "a larger tensor axis" + (f", or {smaller}" if smaller else "")
 
 
 def _windows_bytes(layout: ModelLayout, shape: PassShape, dtype: Any) -> int:

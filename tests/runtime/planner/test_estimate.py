@@ -9,7 +9,7 @@ from runtime.models.families import model_layout
 from runtime.planner import traffic
 from runtime.planner.candidates import candidate_meshes
 from runtime.planner.default import default_mesh, topology_of
-from runtime.planner.estimate import estimate_workload, out_of_memory, rank
+from runtime.planner.estimate import estimate_workload, out_of_memory, rank, what_would_help
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
 from sharding.errors import InputError, MeshError
@@ -55,6 +55,27 @@ def test_out_of_memory_names_tensors_and_help() -> None:
     text = out_of_memory(others, tiny)
     assert "weights" in text
     assert "What would help: a larger tensor axis" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "advice"),
+    [
+        ("float32", "none", "a larger tensor axis, bfloat16, "),
+        ("bfloat16", "none", "a larger tensor axis, int8, "),
+        ("float32", "int8", "a larger tensor axis, int4, "),
+        ("bfloat16", "int8", "a larger tensor axis, int4, "),
+        ("float32", "int4", "a larger tensor axis, "),
+        ("bfloat16", "int4", "a larger tensor axis, "),
+    ],
+)
+def test_help_is_smaller_than_the_present_weights(dtype: str, quantization: str, advice: str) -> None:
+    workload = Workload(MODEL, dtype, quantization=quantization, cache="dual")
+    found = estimate_workload(workload, parse_topology("8xh100"), MeshSpec(tensor=2))
+    expected = f"What would help: {advice}fewer rows, a larger sequence axis, an int8 cache, more or larger chips"
+    weights, cache = found.memory.resident[:2]
+    vars(found)["memory"] = replace(found.memory, resident=(weights, cache), peak=())
+    assert what_would_help(found).endswith(expected)
+    assert out_of_memory([found], found.topology).endswith(expected)
 
 
 def test_meshes_that_cannot_be_laid_out_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
