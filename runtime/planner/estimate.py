@@ -347,8 +347,12 @@ class Estimate:
         return Wiring(self.topology, self.spec, self.layout.heads)
 
     def explain_against(self, other: Estimate) -> str:
-        """Return a sentence that explains why this mesh is faster than another one."""
-        mine, theirs = self.main_phase, other.main_phase
+        """Return a sentence that explains why this mesh is faster than another one for the same workload.
+
+        It compares the main phase of this mesh with the same phase of the other one.
+        """
+        mine = self.main_phase
+        theirs = next(one for one in other.phases if one.phase.name == mine.phase.name)
         ours, others = (_describe_bytes(bytes_by_axis(one.collectives)) for one in (mine, theirs))
         return (
             f"{self.spec} takes {1e3 * mine.seconds:.2f} ms per {mine.phase.name} (estimated), {other.spec} takes "

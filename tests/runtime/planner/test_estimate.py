@@ -38,6 +38,16 @@ def test_one_long_row_on_eight_v5p_prefers_sequence() -> None:
     assert "all-reduce over tensor" in why
 
 
+def test_the_same_phases_are_compared() -> None:
+    workload = Workload(preset("qwen2.5-7b"), batch=8, prompt=4096, new_tokens=32)
+    meshes = MeshSpec(data=2, tensor=4), MeshSpec(data=8)
+    best, other = (estimate_workload(workload, parse_topology("v5e:2x4"), spec) for spec in meshes)
+    assert [one.main_phase.phase.name for one in (best, other)] == ["prefill", "decode"]
+    prefill = other.phases[0]
+    expected = f"ms per prefill (estimated), {other.spec} takes {1e3 * prefill.seconds:.2f} ms."
+    assert expected in best.explain_against(other)
+
+
 def test_memory_decides_how_much_is_sharded() -> None:
     topology = parse_topology("8xh100")
     small = replace(topology, chip=replace(topology.chip, usable_bytes=6 << 30))
