@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.plans.topology_plan import TopologyPlan
+from launch.plans.topology_plan import TopologyPlan, workload_words
 from launch.process.destinations import check_writable
 from runtime import InputError, replace_file
 from runtime.planner import Estimate, Workload
@@ -92,8 +92,7 @@ def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pri
     machine = f" on {plans[0].topology}" if len(plans) == 1 else "; the best mesh of each machine"
     unfit = "" if all(bar.fits for bar in bars) else "; gray: does not fit"
     figure.suptitle(
-        f"{name}{machine}{shown}\n{workload.dtype}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} "
-        f"tokens; estimated{unfit}",
+        f"{name}{machine}{shown}\n{workload_words(workload)}; estimated{unfit}",
         fontsize=11,
     )
     return figure

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from launch.display.console import PipedConsole
-from launch.plans.topology_plan import TopologyPlan
+from launch.plans.topology_plan import TopologyPlan, workload_words
 from runtime import model_layout
 from runtime.planner import (
     Estimate,
@@ -48,9 +48,7 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
     """Print a table: the meshes of one machine, or the best mesh of each of several machines."""
     several = len(plans) > 1
     title = (
-        f"{name}, {workload.dtype}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens"
-        + ("" if workload.config.objective == "autoregressive" else f", cache {workload.cache}")
-        + (f", {workload.draft_steps} drafts per row, none accepted" if workload.draft_steps else "")
+        f"{name}, {workload_words(workload)}"
         + ("" if price is None else f", at ${price:g} per chip-hour")
         + "; all but the compiler's column is estimated"
     )

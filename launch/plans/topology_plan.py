@@ -1,9 +1,22 @@
-"""The plan of one machine: the meshes that fit it, ranked, and those that do not."""
+"""The plan of one machine: the meshes that fit it, ranked, and those that do not; and what they are planned for."""
 
 from __future__ import annotations
 
 from runtime import MeshSpec
-from runtime.planner import CompiledPhase, Estimate, Topology, out_of_memory
+from runtime.planner import CompiledPhase, Estimate, Topology, Workload, out_of_memory
+
+
+def workload_words(workload: Workload) -> str:
+    """Return the settings of a workload in words, for the titles of tables and pictures."""
+    quantized = "" if workload.quantization == "none" else f", {workload.quantization} weights"
+    words = f"{workload.dtype}{quantized}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens"
+    if workload.config.objective == "autoregressive":
+        return words
+    # A canvas of variable length has no number of steps.
+    words += "" if workload.config.family.variable_length else f", {workload.steps} steps"
+    words += f", cache {workload.cache}"
+    words += "" if workload.cache == "none" else f", blocks of {workload.block_length}"
+    return words + (f", {workload.draft_steps} drafts per row, none accepted" if workload.draft_steps else "")
 
 
 class TopologyPlan:

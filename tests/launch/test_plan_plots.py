@@ -98,6 +98,35 @@ def test_a_plot_shows_what_does_not_fit(capsys: pytest.CaptureFixture[str], monk
     assert "gray: does not fit" in figure.get_suptitle()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--batch=2", "bfloat16, batch 2, 256 + 256 tokens, 256 steps, cache none; "),
+        (
+            "--quantize=int8 --steps=64 --cache=dual --block_length=16",
+            "bfloat16, int8 weights, batch 1, 256 + 256 tokens, 64 steps, cache dual, blocks of 16; ",
+        ),
+        (
+            "--draft_steps=3 --cache=dual",
+            "batch 1, 256 + 256 tokens, 256 steps, cache dual, blocks of 32, 3 drafts per row, none accepted; ",
+        ),
+        ("--model=dreamon-7b --new_tokens=64", "bfloat16, batch 1, 256 + 64 tokens, cache none; "),
+        ("--model=qwen2.5-7b --quantize=int4", "bfloat16, int4 weights, batch 1, 256 + 256 tokens; "),
+    ],
+)
+def test_titles_name_the_whole_workload(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures = captured(monkeypatch)
+    out = run(capsys, "--topology=v5e:2x4", *arguments.split(), "--plot=plan.png")
+    title = " ".join(out[: out.index("GB/chip")].split())
+    assert words in title
+    (figure,) = figures
+    assert words in figure.get_suptitle()
+    assert_texts_are_apart(figure, figure.axes[0].get_yticklabels())
+
+
 def test_a_plot_needs_matplotlib_before_anything_is_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
