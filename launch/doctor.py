@@ -45,7 +45,7 @@ from runtime import (
     tensor_sizes,
     weight_bytes,
 )
-from runtime.planner import device_memory, weights_class
+from runtime.planner import device_memory, held_dtype, weights_class
 
 # The flags that --help shows; --helpfull shows all.
 FIRST_FLAGS = ("checkpoint", "mesh", "megabytes", "devices", "compile_cache", "num_processes")
@@ -83,8 +83,9 @@ def device_lines(devices: Sequence[Any]) -> Iterator[str]:
 def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str, quantization: str = "none") -> Iterator[str]:
     """Yield lines with the sizes of the tensor axis that the model allows, their memory, and the default mesh.
 
-    ``quantization`` is that of the stored weights, which devices keep.
+    ``dtype`` and ``quantization`` are those of the stored weights. Devices keep the quantization, CPUs not the dtype.
     """
+    dtype = held_dtype(dtype, devices[0].platform)
     memory, kept = device_memory(jax.local_devices()[0]), dtype if quantization == "none" else quantization
     for size in tensor_sizes(config, weights_class(config), len(devices), quantization):
         needed = weight_bytes(model_layout(config, MeshSpec(tensor=size), quantization=quantization), dtype)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from runtime.execution.runner import device_memory
     from runtime.models.families import weights_class
     from runtime.planner.compiled import CompiledPhase, compile_workload, is_out_of_memory
+    from runtime.planner.default import held_dtype
     from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
     from runtime.planner.estimate import Estimate, estimate_workload, out_of_memory, rank, shortage, what_would_help
     from runtime.planner.presets import PRESETS, preset
@@ -36,6 +37,7 @@ __all__ = [
     "describe_topology",
     "device_memory",
     "estimate_workload",
+    "held_dtype",
     "is_out_of_memory",
     "missing_compiler",
     "out_of_memory",
@@ -62,6 +64,7 @@ _HOMES = {
     "describe_topology": "runtime.planner.describe",
     "device_memory": "runtime.execution.runner",
     "estimate_workload": "runtime.planner.estimate",
+    "held_dtype": "runtime.planner.default",
     "is_out_of_memory": "runtime.planner.compiled",
     "missing_compiler": "sharding.aot",
     "out_of_memory": "runtime.planner.estimate",

@@ -95,6 +95,11 @@ def default_mesh(
     return min(found, key=lambda one: one.memory.total).spec if found else MeshSpec()
 
 
+def held_dtype(stored: str, platform: str) -> str:
+    """Return the dtype in which devices hold weights that are stored as ``stored``, unless the caller names one."""
+    return "float32" if platform == "cpu" else stored
+
+
 def choose_layout(
     config: ModelConfig,
     spec: MeshSpec | None,
@@ -133,7 +138,7 @@ def choose_layout(
         raise MeshError("devices is empty; expected at least one device, or None for all")
     platform, notes = found[0].platform, []
     if dtype is None:
-        dtype = "float32" if platform == "cpu" else stored
+        dtype = held_dtype(stored, platform)
         if dtype != stored:
             notes.append(f"weights are stored as {stored} and run as float32 on CPU; --dtype={stored} keeps {stored}")
     if spec is None:

@@ -64,19 +64,26 @@ def test_quantized_weights_stay_quantized(capsys: pytest.CaptureFixture[str], tm
         text = page(capsys, "--mesh=tensor=2", f"--checkpoint={place}", "--compile_cache=")
         (line,) = [line.split() for line in text.splitlines() if line.startswith("tensor=1 ")]
         sizes[line[4]] = float(line[1])
-    assert list(sizes) == ["bfloat16", "int8"]
-    assert sizes["int8"] < 0.8 * sizes["bfloat16"]
+    assert list(sizes) == ["float32", "int8"]
+    assert sizes["int8"] < 0.8 * sizes["float32"]
 
 
-def test_memory_is_that_of_the_stored_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """As loading does: config.json may name no dtype, or another one."""
+def test_memory_is_that_of_the_held_weights(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPUs hold float32. Others hold the stored dtype, as in loading: config.json may name no dtype, or another one."""
     shutil.copy(DEMO / "model.safetensors", tmp_path)
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
-    text = page(capsys, "--mesh=tensor=2", f"--checkpoint={tmp_path}", "--compile_cache=")
+    arguments = "--mesh=tensor=2", f"--checkpoint={tmp_path}", "--compile_cache="
+    text = page(capsys, *arguments)
+    engine = Engine.load(tmp_path, "tensor=1")
+    assert f"tensor=1    {engine.layout.bytes_per_device('float32') / 1e9:8.3f} GB of float32 weights" in text
+    assert "of bfloat16" not in text
+    monkeypatch.setattr(doctor, "held_dtype", lambda stored, platform: stored)
+    text = page(capsys, *arguments)
     assert "GB of bfloat16 weights" in text
     assert "of float32" not in text
-    engine = Engine.load(tmp_path, "tensor=1")
     assert engine.loaded is not None
     assert re.match(r"Loaded \d+ MB of bfloat16 weights \(", describe_loaded(engine, engine.loaded))
 
