@@ -4,7 +4,8 @@ A topology is written like the names under which machines are sold: ``v5e:2x4`` 
 ``v5e-8`` (the same slice by its accelerator type), ``2xv5e:16x16`` (two slices), ``8xh100`` (a GPU host), ``2x8xh200``
 (two hosts of eight GPUs). Rates are the vendors' peaks in bytes and operations per second, without sparsity, from
 Google Cloud's page on each TPU version, NVIDIA's data sheets of A100, H100, H200 and L4, and NVIDIA's Ada whitepaper
-for the RTX 4090. Rates that vendors do not publish are marked as assumptions.
+for the RTX 4090. Those of TPUs are rounded as in "How to Scale Your Model" (jax-ml.github.io/scaling-book), whose rates
+of links are a tenth below Google's. Rates that vendors do not publish are marked as assumptions.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ _FLAT_SLICES: tuple[tuple[int, ...], ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4,
 # Shapes of the slices below a 4x4x4 cube that generations with a three-dimensional interconnect have. In larger
 # slices, every side is a multiple of 4.
 _SMALL_SLICES: tuple[tuple[int, ...], ...] = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-_LARGEST_SIDE, _LARGEST_SLICE = 28, 8960
+_LARGEST_SIDE = 28
+# Chips of a v4 pod, and of the largest job that a v5p pod runs (Google Cloud's pages on these versions).
+_LARGEST_SLICES = {"v4": 4096, "v5p": 6144}
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,7 @@ def _check_slice(text: str, chip: Chip, shape: tuple[int, ...]) -> None:
         rule = ", ".join("x".join(map(str, one)) for one in known)
     else:
         cubes = len(shape) == 3 and all(0 < side <= _LARGEST_SIDE and side % 4 == 0 for side in shape)
-        whole = cubes and list(shape) == sorted(shape) and math.prod(shape) <= _LARGEST_SLICE
+        whole = cubes and list(shape) == sorted(shape) and math.prod(shape) <= _LARGEST_SLICES[chip.name]
         exists, known = shape in _SMALL_SLICES or whole, _SMALL_SLICES
         rule = ", ".join("x".join(map(str, one)) for one in known) + ", and ascending multiples of 4 such as 4x4x8"
     if not exists:
@@ -303,5 +306,6 @@ def machine_of(chip: Chip, count: int) -> Topology | None:
     shapes = list(_FLAT_SLICES if chip.torus_dimensions == 2 else _SMALL_SLICES)
     if chip.torus_dimensions == 3:
         cubes = itertools.combinations_with_replacement(range(4, _LARGEST_SIDE + 1, 4), 3)
-        shapes += sorted(cubes, key=lambda shape: shape[2] - shape[0])
+        largest = _LARGEST_SLICES[chip.name]
+        shapes += sorted((one for one in cubes if math.prod(one) <= largest), key=lambda shape: shape[2] - shape[0])
     return next((Topology(chip, shape) for shape in shapes if math.prod(shape) == count), None)

@@ -227,3 +227,16 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "CUDA" in str(missing_compiler("gpu"))
     with pytest.raises(MeshError, match="not installed"):
         aot_devices(parse_topology("v5e:2x4"))
+
+
+@pytest.mark.parametrize("name", ["v4-12288", "v4:16x16x20", "v5p-17920", "v5p-43904", "v5p:16x20x28"])
+def test_slices_larger_than_a_pod_do_not_exist(name: str) -> None:
+    with pytest.raises(MeshError, match="has no such slice"):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize(("name", "chips"), [("v4-8192", 4096), ("v5p-12288", 6144), ("v5p:16x16x24", 6144)])
+def test_the_largest_slices(name: str, chips: int) -> None:
+    found = parse_topology(name)
+    assert found.num_devices == chips
+    assert parse_topology(str(found)) == found
