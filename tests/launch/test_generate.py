@@ -221,7 +221,7 @@ def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mesh=tensor=3"], "is not divisible"),
         (["--mesh=data=512"], "512 devices"),
         (["--mesh=model=2"], 'unknown axis "model"'),
-        (["--attention=cudnn"], "requires a GPU"),
+        (["--attention=cudnn"], "requires an NVIDIA GPU"),
         (["--history_html=/nowhere/page.html"], "no such folder"),
         (["--prompt_file=/nowhere/prompt"], "cannot be read"),
         (["--prompt_file=/dev/zero"], "larger than 16777216 bytes"),
