@@ -165,7 +165,7 @@ def test_text_that_is_odd_is_text(there: Served) -> None:
         "\r\n\r\nGET / HTTP",
     ):
         answer = there.post("/v1/completions", {"prompt": text, "seed": 1})
-        # A mask in the prompt is filled in a step of its own.
+        # Where nothing sets the steps, a mask in the prompt adds one.
         config = CONFIG.replace(seed=1, steps=CONFIG.steps + text.count("<|mask|>"))
         expected = there.engine.generate([text], config)[0].text
         assert answer.json()["choices"][0]["text"] == expected
